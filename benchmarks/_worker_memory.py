@@ -21,7 +21,8 @@ from chameleon_ft.plan.shards import Sharding
 from chameleon_ft.schedule import Operation
 from chameleon_ft.storage.files import FaultLog
 from chameleon_ft.sync import ADDS_TO_GRADIENTS, gradient_segments
-from chameleon_ft.worker.communicators import Membership
+from chameleon_ft.worker.communicators.base import Membership
+from chameleon_ft.worker.context import RankContext
 from chameleon_ft.worker.control_client import Activity
 from chameleon_ft.worker.device import is_host_memory
 from chameleon_ft.worker.execution.commit import CommitContext, Committer, ComputedStep
@@ -30,6 +31,7 @@ from chameleon_ft.worker.execution.gradients import GradientBuffers
 from chameleon_ft.worker.execution.layers import KEPT_MICRO_BATCHES, HeldLayers, MicroBatches, micro_batches_of
 from chameleon_ft.worker.execution.reductions import Reductions
 from chameleon_ft.worker.fault_injection import FaultInjector
+from chameleon_ft.worker.mover import Mover
 
 _STEPS = 2  # the state of the optimizer exists from the first on
 _SEED = 0
@@ -110,36 +112,35 @@ class Alone:
             owned=self._owned,
         )
         members = self.placement.workers
-        activity = Activity()
-        faults = FaultInjector(self.worker, (), log=_NoLog(), disconnect=lambda: None)
+        rank = RankContext(
+            worker=self.worker,
+            job=self.job,
+            boundaries=self.boundaries,
+            device=self.device,
+            activity=Activity(),
+            faults=FaultInjector(self.worker, (), log=_NoLog(), disconnect=lambda: None),
+        )
         # The vote has those of this worker only.
         contributions = sum(len(o.layers) for o in self.operations if o.kind in ADDS_TO_GRADIENTS)
         committer = Committer(
-            worker=self.worker,
+            rank=rank,
             held=held,
             buffers=GradientBuffers(held, gradient_segments(self.placement)),
             contributions=contributions,
-            clip_norm=self.job.clip_norm,
             committed=0,
-            activity=activity,
-            faults=faults,
         )
         micro_batches = micro_batches_of(self.job, self.batch, seed=_SEED, device=self.device)
         communicators = _NoPeers(len(members))
         executor = Executor(
-            job=self.job,
+            rank=rank,
             held=held,
-            boundaries=self.boundaries,
             micro_batches=micro_batches,
-            device=self.device,
             communicators=communicators,
-            activity=activity,
-            faults=faults,
         )
         self._load_earlier(micro_batches)
         held.update(0)  # of all parameters, each with a gradient of zeros
         context = CommitContext(communicators=communicators, members=members)
-        with Reductions(committer.buffers, self.operations, communicators) as reductions:
+        with Reductions(committer.buffers, self.operations, Mover(communicators)) as reductions:
             for _ in range(_STEPS):
                 stats = executor.run(committer.begin(), self.operations, after=reductions.after)
                 computed = ComputedStep(stats=stats, reductions=reductions, contributions=contributions)

@@ -39,7 +39,7 @@ from chameleon_ft.schedule import CostModel, best_program, check_program
 from chameleon_ft.session.configuration import prepare_data_of
 from chameleon_ft.worker.inspection import inspect_job
 from chameleon_ft.worker.profiling.layers import ModelOnDevice, ResidentLayers, sized_layer
-from chameleon_ft.worker.snapshots.store import PackedState
+from chameleon_ft.worker.snapshots import PackedState
 from chameleon_ft.workload import LayerCost, Workload
 
 _MEAN_ERROR: Final = 0.02

@@ -16,7 +16,7 @@ OLD_NAMES = frozenset(
     re.findall(
         r"\w+",
         """
-    Crew Deliberation Expect Fleet Forethought Looks Mover Outage Outlook Parked RoomMade Rooms Situation StepSums
+    Crew Deliberation Expect Fleet Forethought Looks Outage Outlook Parked RoomMade Rooms Situation StepSums
     Told Way _course _handed_in _in_roles _kinds _min_mix _looks banned collective_s crew deliberation
     disk_messages disk_waits drafted end_now equivalence everyone experience fleet forethought generations goes_on
     handed_in heartbeat_s host_share in_roles in_words indispensable kept_hops last_holders last_hosts lean_draft

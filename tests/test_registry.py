@@ -20,7 +20,7 @@ from chameleon_ft.errors import ConfigError
 from chameleon_ft.recovery import POLICIES, decide
 from chameleon_ft.report.sinks.registry import SINKS
 from chameleon_ft.storage.files import RunDirectory
-from chameleon_ft.worker.communicators import communicators_for
+from chameleon_ft.worker.device import communicators_for
 from tests.coordinator.histories import History, new_state
 from tests.recovery.contexts import after, context, rate_of
 

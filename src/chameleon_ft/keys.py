@@ -22,7 +22,11 @@ __all__ = ["Purpose", "generator_lock", "init_key", "random_key", "seeded", "ste
 _KEY_MASK = (1 << 63) - 1
 
 generator_lock = threading.RLock()
-"""Of the global generators, which all threads share: hold it from a seed to the last number that follows from it."""
+"""A lock on the global generators, which all threads share: hold it from a seed to the last number drawn after it.
+
+The training thread holds it over each forward and backward. No other thread takes it while a rank trains, except to
+build a layer whose factory draws random numbers; see `models.build.blank_layer`.
+"""
 
 _spare: list[BitGenerator] = []  # of NumPy, where making one takes much longer than seeding it
 

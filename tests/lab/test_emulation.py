@@ -17,7 +17,7 @@ from chameleon_ft.lab import emulation
 from chameleon_ft.lab.emulation import EmulatedLinks, EmulatedPace
 from chameleon_ft.plan import LayerRange, RecomputedLayers, data_pipeline_plan
 from chameleon_ft.schedule import CostModel, Operation, OperationKind
-from chameleon_ft.worker.communicators import CommunicationError, Membership, Rendezvous
+from chameleon_ft.worker.communicators.base import CommunicationError, Membership, Rendezvous
 from chameleon_ft.workload import LayerCost, Workload
 
 

@@ -12,8 +12,7 @@ import torch
 
 from chameleon_ft.cluster import Cluster, Link, Worker
 from chameleon_ft.lab.emulation import SlowedLinks
-from chameleon_ft.worker.communicators import CommunicationError, Membership, Rendezvous
-from chameleon_ft.worker.communicators.base import Tag
+from chameleon_ft.worker.communicators.base import CommunicationError, Membership, Rendezvous, Tag
 from tests.worker.switchboard import Line, Switchboard
 
 LINK = Link(latency_s=0.0, bytes_per_s=40_000.0)  # ten numbers of 4 bytes take a millisecond

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -53,6 +54,16 @@ class Keeping(nn.Module):
         self.register_buffer("kept", value, persistent=persistent)
 
 
+def in_float64(layer: Keeping) -> None:
+    """Make a parameter while torch's default type is another one, in all threads."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        layer.other = nn.Parameter(torch.zeros(3))
+    finally:
+        torch.set_default_dtype(default)
+
+
 @pytest.mark.parametrize(
     ("keep", "is_built"),
     [
@@ -66,6 +77,8 @@ class Keeping(nn.Module):
         (lambda layer, weight: setattr(layer, "kept", [nn.Parameter(weight.clone(), requires_grad=False)]), True),
         (lambda layer, weight: setattr(layer, "kept", round(float(weight.abs().max()))), True),
         (lambda layer, weight: layer.mask(torch.randn(3)), True),
+        (lambda layer, weight: setattr(layer, "kept", bool(random.random())), True),
+        (lambda layer, weight: in_float64(layer), True),
         (lambda layer, weight: prune.l1_unstructured(layer, "weight", amount=0.5), True),
         (lambda layer, weight: layer.mask(weight > 0, persistent=True), False),
         (lambda layer, weight: layer.mask(torch.arange(3.0)), False),

@@ -12,23 +12,20 @@ import torch
 
 from chameleon_ft.config import Batch
 from chameleon_ft.job import Job
-from chameleon_ft.models.checks import boundary_specs
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, RecomputedLayers, Route
 from chameleon_ft.plan.rest import StepProgress
 from chameleon_ft.schedule import Operation, OperationKind, best_program
-from chameleon_ft.storage.files import FaultLog
 from chameleon_ft.sync import Segment, gradient_rounds, gradient_segments, tied_segments
-from chameleon_ft.worker.communicators import CommunicationError
-from chameleon_ft.worker.control_client import Activity
+from chameleon_ft.worker.communicators.base import CommunicationError
 from chameleon_ft.worker.execution.executor import Executor
 from chameleon_ft.worker.execution.gradients import GradientBuffers
 from chameleon_ft.worker.execution.layers import HeldLayers, micro_batches_of
 from chameleon_ft.worker.execution.reductions import Reductions
 from chameleon_ft.worker.execution.steps import StepState, StepStats
-from chameleon_ft.worker.fault_injection import FaultInjector
+from chameleon_ft.worker.mover import Mover
 from tests.strategies import equal_costs
 from tests.worker.switchboard import Line, Switchboard
-from tests.worker.toy import SEED, toy_job, train_plainly
+from tests.worker.toy import SEED, toy_job, toy_rank, train_plainly
 
 CPU = torch.device("cpu")
 LAYERS, MICRO_BATCHES = 5, 4
@@ -51,14 +48,10 @@ class Worker:
 
     def executor(self, line: Line) -> Executor:
         return Executor(
-            job=self.job,
+            rank=toy_rank(self.job, micro_batch_size=BATCH.micro_batch_size),
             held=self.held,
-            boundaries=boundary_specs(self.job, BATCH.micro_batch_size),
             micro_batches=micro_batches_of(self.job, BATCH, seed=SEED, device=CPU),
-            device=CPU,
             communicators=line,
-            activity=Activity(),
-            faults=FaultInjector(0, (), log=FaultLog(None), disconnect=lambda: None),  # type: ignore[arg-type]
         )
 
     def run(self, rest: Rest | None, operations: tuple[Operation, ...], board: Switchboard, stop_after: int) -> None:
@@ -68,7 +61,7 @@ class Worker:
         sources = {} if rest is None else rest.sources
         zeros = {key for key, source in sources.items() if source != self.worker}
         try:
-            with Reductions(self.buffers, operations, line, zeros=zeros) as reductions:
+            with Reductions(self.buffers, operations, Mover(line), zeros=zeros) as reductions:
 
                 def after(count: int) -> None:
                     reductions.after(count)

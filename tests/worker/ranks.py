@@ -21,7 +21,7 @@ import torch
 
 from chameleon_ft.config import Timeouts
 from chameleon_ft.host.fork_server import end_with_parent
-from chameleon_ft.worker.communicators import Membership, Rendezvous
+from chameleon_ft.worker.communicators.base import Membership, Rendezvous
 from chameleon_ft.worker.communicators.gloo import GlooCommunicators
 from chameleon_ft.worker.communicators.store import open_store, serve_store
 

@@ -18,6 +18,7 @@ from chameleon_ft.sync import Segment
 from chameleon_ft.worker.execution import gather
 from chameleon_ft.worker.execution.gradients import GradientBuffers
 from chameleon_ft.worker.execution.layers import HeldLayers
+from chameleon_ft.worker.mover import Mover
 from tests.worker.switchboard import Line, Switchboard
 from tests.worker.toy import SEED, toy_job
 
@@ -68,7 +69,8 @@ def exchange(held: Sequence[HeldLayers], owned: Sharding) -> None:
     """Have workers exchange updated parameters, each in a thread."""
     board = Switchboard()
     shards = dict(enumerate(owned.layers))
-    parts = [gather.ParameterExchange.of(worker, each, shards, Line(worker, board)) for worker, each in enumerate(held)]
+    movers = [Mover(Line(worker, board)) for worker in range(len(held))]
+    parts = [gather.ParameterExchange.of(worker, each, shards, movers[worker]) for worker, each in enumerate(held)]
     with ThreadPoolExecutor(len(parts)) as threads:
         for done in [threads.submit(part.run) for part in parts]:
             done.result(timeout=30)

@@ -11,7 +11,7 @@ from queue import Empty, SimpleQueue
 import torch
 from torch import Tensor
 
-from chameleon_ft.worker.communicators import CommunicationError, InFlight, Membership
+from chameleon_ft.worker.communicators.base import CommunicationError, InFlight, Membership
 
 
 class Switchboard:

@@ -135,9 +135,9 @@ def test_what_does_not_fit_the_buffer_of_its_receiver_is_not_sent() -> None:
     plan = Plan(Placement(LAYERS, {0: (low,), 1: (high,)}), (route,))
     worker, board = Worker(0, toy_job(LAYERS), plan, gradient_segments(plan.placement)), Switchboard()
     executor = worker.executor(Line(0, board))
-    doubles = [BoundarySpec(each.shape, torch.float64) for each in executor.boundaries]
+    doubles = [BoundarySpec(each.shape, torch.float64) for each in executor.rank.boundaries]
     with refused(ConfigError):
-        replace(executor, boundaries=doubles).run(
+        replace(executor, rank=replace(executor.rank, boundaries=doubles)).run(
             worker.state, [Operation.of(OperationKind.FORWARD, route, 0)], after=lambda _: None
         )
     assert not board.messages

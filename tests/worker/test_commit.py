@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,16 @@ from torch import Tensor, nn
 from chameleon_ft.errors import ControlError
 from chameleon_ft.protocol.parts import Vote
 from chameleon_ft.sync import Segment
-from chameleon_ft.worker.communicators import CommunicationError, Communicators
-from chameleon_ft.worker.control_client import Activity
+from chameleon_ft.worker.communicators.base import CommunicationError, Communicators
 from chameleon_ft.worker.execution.bad_steps import BadStepError
 from chameleon_ft.worker.execution.commit import CommitContext, Committer, ComputedStep, Wishes
 from chameleon_ft.worker.execution.gradients import GradientBuffers
 from chameleon_ft.worker.execution.layers import HeldLayers
 from chameleon_ft.worker.execution.reductions import Reductions
 from chameleon_ft.worker.execution.steps import StepStats
+from chameleon_ft.worker.mover import Mover
 from tests.golden import refused
-from tests.worker.toy import toy_job
+from tests.worker.toy import toy_job, toy_rank
 from tests.worker.toy_state import LAYERS, WHOLE, held_layers, no_faults, set_gradients, weights
 
 CONTRIBUTIONS = 12
@@ -30,14 +31,11 @@ CONTRIBUTIONS = 12
 
 def committer(held: HeldLayers, tmp_path: Path, *, clip_norm: float | None, committed: int = 0) -> Committer:
     return Committer(
-        worker=0,
+        rank=toy_rank(replace(toy_job(LAYERS), clip_norm=clip_norm), faults=no_faults(tmp_path)),
         held=held,
         buffers=GradientBuffers(held, [Segment(WHOLE, (0,))]),
         contributions=CONTRIBUTIONS,
-        clip_norm=clip_norm,
         committed=committed,
-        activity=Activity(),
-        faults=no_faults(tmp_path),
     )
 
 
@@ -53,7 +51,7 @@ def commit_step(
     contributions: int = CONTRIBUTIONS,
     finish: bool = False,
 ) -> Any:
-    with Reductions(committer.buffers, (), context.communicators) as reductions:
+    with Reductions(committer.buffers, (), Mover(context.communicators)) as reductions:
         computed = ComputedStep(stats=stats, reductions=reductions, contributions=contributions)
         return committer.commit(computed, context, lambda: Wishes(finish=finish))
 

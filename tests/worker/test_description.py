@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from chameleon_ft.errors import ConfigError, ControlError
-from chameleon_ft.worker.communicators import CommunicationError
+from chameleon_ft.worker.communicators.base import CommunicationError
 from chameleon_ft.worker.state_transfer.description import decode_description, encode_description
 from chameleon_ft.worker.state_transfer.layer_messages import IncomingLayers, checksum
 from tests.worker.switchboard import Line, Switchboard

@@ -13,9 +13,9 @@ from torch import distributed
 from chameleon_ft.config import BACKENDS, DEVICES, BackendName, DeviceName, Parallel, RunConfig
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.models import build
-from chameleon_ft.worker.communicators import communicators_for
 from chameleon_ft.worker.device import (
     claim_device,
+    communicators_for,
     device_name,
     missing_device,
     require_devices,

@@ -14,25 +14,22 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from chameleon_ft.config import Batch
-from chameleon_ft.models.checks import boundary_specs
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, RecomputedLayers, Route, data_pipeline_plan
 from chameleon_ft.recovery import reroute
 from chameleon_ft.schedule import Operation, best_program, check_program
-from chameleon_ft.storage.files import FaultLog
 from chameleon_ft.sync import Segment, gradient_rounds, gradient_segments, tied_segments
-from chameleon_ft.worker.communicators import Communicators, Membership
-from chameleon_ft.worker.control_client import Activity
+from chameleon_ft.worker.communicators.base import Membership
 from chameleon_ft.worker.execution.commit import CommitContext, Committer, ComputedStep
 from chameleon_ft.worker.execution.executor import Executor
 from chameleon_ft.worker.execution.gradients import GradientBuffers
 from chameleon_ft.worker.execution.layers import HeldLayers, micro_batches_of
 from chameleon_ft.worker.execution.reductions import Reductions
 from chameleon_ft.worker.execution.steps import StepState
-from chameleon_ft.worker.fault_injection import FaultInjector
+from chameleon_ft.worker.mover import Mover
 from tests.examples import examples
 from tests.strategies import equal_costs, plans, some_fused, some_recompute
 from tests.worker.ranks import Ranks, opened
-from tests.worker.toy import SEED, PlainStep, toy_job, train_plainly
+from tests.worker.toy import SEED, PlainStep, toy_job, toy_rank, train_plainly
 
 pytestmark = pytest.mark.multiprocess
 
@@ -65,8 +62,8 @@ class Task:
 class Late(Reductions):
     """Reductions that are issued at the end of the program, as far as a worker has operations."""
 
-    def __init__(self, buffers: GradientBuffers, operations: Sequence[Operation], communicators: Communicators) -> None:
-        super().__init__(buffers, operations, communicators)
+    def __init__(self, buffers: GradientBuffers, operations: Sequence[Operation], mover: Mover) -> None:
+        super().__init__(buffers, operations, mover)
         self._last = len(operations)
 
     def after(self, count: int) -> None:
@@ -82,32 +79,25 @@ def take_part(task: Task) -> list[PlainStep]:
     own = (segment for segment in task.segments if worker in segment.holders and not segment.tied)
     held_layers = sorted(layer for segment in own for layer in segment.layers)
     held = HeldLayers(job, held_layers, seed=SEED, device=CPU)
-    faults = FaultInjector(worker, (), log=FaultLog(None), disconnect=lambda: None)  # type: ignore[arg-type]
+    rank = toy_rank(job, worker=worker, micro_batch_size=task.batch.micro_batch_size)
     committer = Committer(
-        worker=worker,
+        rank=rank,
         held=held,
         buffers=GradientBuffers(held, task.segments),
         contributions=task.batch.micro_batches * task.layers,
-        clip_norm=job.clip_norm,
         committed=0,
-        activity=Activity(),
-        faults=faults,
     )
     done = []
     with ExitStack() as stack:
         communicators = stack.enter_context(opened(task.membership))
         executor = Executor(
-            job=job,
+            rank=rank,
             held=held,
-            boundaries=boundary_specs(job, task.batch.micro_batch_size),
             micro_batches=micro_batches_of(job, task.batch, seed=SEED, device=CPU),
-            device=CPU,
             communicators=communicators,
-            activity=Activity(),
-            faults=faults,
         )
         kind = Late if task.late else Reductions
-        reductions = stack.enter_context(kind(committer.buffers, task.operations, communicators))
+        reductions = stack.enter_context(kind(committer.buffers, task.operations, Mover(communicators)))
         for step in range(STEPS):
             committer.buffers.zero()
             state = StepState(step)  # held until the vote is complete

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from chameleon_ft.job import Job
 from chameleon_ft.plan.shards import UNITS
-from chameleon_ft.worker.communicators import CommunicationError, InFlight
+from chameleon_ft.worker.communicators.base import CommunicationError, InFlight
 from chameleon_ft.worker.execution import gather
+from chameleon_ft.worker.mover import Mover
 from tests.worker.sliced import JOBS, LAYERS, block_job, held_layers, sharding
 from tests.worker.switchboard import Line, Switchboard, Waiting
 
@@ -44,7 +45,8 @@ def test_a_forward_waits_for_its_layers_alone(job: Callable[[], Job], monkeypatc
     lines = [HeldBack(worker, board) for worker in range(2)]
     lines[1].all_may_go.set()
     shards = dict(enumerate(owned.layers))
-    sender, receiver = (gather.ParameterExchange.of(w, held[w], shards, lines[w]) for w in range(2))
+    movers = [Mover(line) for line in lines]
+    sender, receiver = (gather.ParameterExchange.of(w, held[w], shards, movers[w]) for w in range(2))
     first = [layer for layer in range(LAYERS) if receiver._rounds_of[layer] <= receiver._rounds_of[2]]
     lines[0].messages = receiver._rounds_of[2]
     assert 0 < lines[0].messages < receiver._rounds
@@ -60,16 +62,15 @@ def test_a_forward_waits_for_its_layers_alone(job: Callable[[], Job], monkeypatc
         if part.owners == (0,):
             one, other = (each.views_of_slice(4, (part.start, part.stop)) for each in held)
             assert all(map(torch.equal, one, other))
-    sender.close()
-    receiver.close()
 
 
 def test_the_end_of_a_generation_ends_an_exchange_that_lacks_messages() -> None:
     owned, board = sharding(2, 1), Switchboard()
     held = held_layers(block_job(), owned)
-    exchange = gather.ParameterExchange.of(0, held, dict(enumerate(owned.layers)), Line(0, board))
+    mover = Mover(Line(0, board))
+    exchange = gather.ParameterExchange.of(0, held, dict(enumerate(owned.layers)), mover)
     exchange.begin()
-    exchange.close()
+    mover.close()
     assert exchange.complete == frozenset()
     with pytest.raises(CommunicationError):
         exchange.wait()
@@ -107,12 +108,14 @@ def test_the_end_of_a_generation_ends_an_exchange_for_which_a_thread_waits(
 ) -> None:
     monkeypatch.setattr(gather, "_MESSAGE_BYTES", message_bytes)
     owned, line = sharding(2, 1), Watched(0, Switchboard())
-    exchange = gather.ParameterExchange.of(0, held_layers(block_job(), owned), dict(enumerate(owned.layers)), line)
+    mover, held = Mover(line), held_layers(block_job(), owned)
+    exchange = gather.ParameterExchange.of(0, held, dict(enumerate(owned.layers)), mover)
     exchange.begin()
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(exchange.wait)
         assert line.is_waited_for.wait(30)
-        exchange.close()
+        mover.close()
+        line.board.cut.set()
         with pytest.raises(CommunicationError):
             waiting.result(timeout=30)
     assert not line.is_shared

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch._C import _distributed_c10d as c10d
 
-from chameleon_ft.worker.communicators import CommunicationError, Membership
+from chameleon_ft.worker.communicators.base import CommunicationError, Membership
 from chameleon_ft.worker.communicators.gloo import GlooCommunicators, gloo_group
 from tests.worker.ranks import TIMEOUTS, RankLostError, Ranks, interrupted_in, open_descriptors, opened
 

@@ -16,16 +16,12 @@ from torch import Tensor
 
 from chameleon_ft.config import Batch, RunConfig
 from chameleon_ft.job import Job, Precision
-from chameleon_ft.models.checks import boundary_specs
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
 from chameleon_ft.plan.shards import UNITS, Sharding, SliceMove, shard_optimizer
 from chameleon_ft.protocol.messages import Migrate
 from chameleon_ft.schedule import Operation, best_program
-from chameleon_ft.storage.files import FaultLog
 from chameleon_ft.sync import Segment, gradient_rounds, gradient_segments, tied_segments
-from chameleon_ft.worker.communicators import CommunicationError, InFlight
-from chameleon_ft.worker.communicators.base import Tag
-from chameleon_ft.worker.control_client import Activity
+from chameleon_ft.worker.communicators.base import CommunicationError, InFlight, Tag
 from chameleon_ft.worker.execution.bad_steps import BadStepError, RecentSteps
 from chameleon_ft.worker.execution.commit import CommitContext, Committer, ComputedStep, Wishes
 from chameleon_ft.worker.execution.executor import Executor
@@ -33,11 +29,12 @@ from chameleon_ft.worker.execution.gather import ParameterExchange
 from chameleon_ft.worker.execution.gradients import GradientBuffers
 from chameleon_ft.worker.execution.layers import HeldLayer, HeldLayers, micro_batches_of
 from chameleon_ft.worker.execution.reductions import Reductions
-from chameleon_ft.worker.fault_injection import FaultInjector
-from chameleon_ft.worker.state_transfer.migration import LayerMigration
+from chameleon_ft.worker.mover import Mover
+from chameleon_ft.worker.state_transfer.layer_messages import Allocation
+from chameleon_ft.worker.state_transfer.migration import LayerMigration, RequestWindow
 from tests.strategies import equal_costs
 from tests.worker.switchboard import Line, Switchboard
-from tests.worker.toy import SEED, toy_job, train_plainly
+from tests.worker.toy import SEED, toy_job, toy_rank, train_plainly
 
 CPU = torch.device("cpu")
 LAYERS = 5
@@ -99,12 +96,12 @@ class Rank:
     def begin(self, layers: LayerMigration, order: Migrate, delay_s: float) -> None:
         """Begin the migration from another thread, as a rank does."""
         time.sleep(delay_s)
-        for _, destination, layer, _ in order.moves:
-            if destination == self.worker:
-                blank = HeldLayer.blank(self.job, layer, seed=SEED, device=CPU, is_divided=bool(order.slices))
-                self.held.expect(layer, blank)
-        self.buffers.expect(self.held)
-        layers.begin(order, memory={}, migrated=self.migrated)
+        allocations = {
+            layer: Allocation(HeldLayer.blank(self.job, layer, seed=SEED, device=CPU, is_divided=bool(order.slices)))
+            for _, destination, layer, _ in order.moves
+            if destination == self.worker
+        }
+        layers.begin(order, allocations=allocations, migrated=self.migrated)
 
     def run(
         self,
@@ -117,49 +114,40 @@ class Rank:
         delay_s: float,
         sharding: Sharding | None = None,
     ) -> None:
-        faults = FaultInjector(self.worker, (), log=FaultLog(None), disconnect=lambda: None)  # type: ignore[arg-type]
+        mover = Mover(line)
+        rank = toy_rank(self.job, worker=self.worker, stand_in_scale=self.stand_in_scale)
         committer = Committer(
-            worker=self.worker,
+            rank=rank,
             held=self.held,
             buffers=self.buffers,
             contributions=BATCH.micro_batches * LAYERS,
-            clip_norm=self.job.clip_norm,
             committed=0,
-            activity=Activity(),
-            faults=faults,
             recent=Doubtful() if self.repeats else RecentSteps(0.0),
         )
         if sharding is not None:
             shards = {layer: sharding.layers[layer] for layer in self.held.layers}
-            committer.gather = ParameterExchange.of(self.worker, self.held, shards, line)
+            committer.gather = ParameterExchange.of(self.worker, self.held, shards, mover)
         executor = Executor(
+            rank=rank,
             await_parameters=committer.await_parameters,
-            job=self.job,
             held=self.held,
-            boundaries=boundary_specs(self.job, BATCH.micro_batch_size),
             micro_batches=micro_batches_of(self.job, BATCH, seed=SEED, device=CPU),
-            device=CPU,
             communicators=line,
-            activity=Activity(),
-            faults=faults,
         )
         layers = LayerMigration(
-            self.worker,
+            rank,
             held=self.held,
             buffers=self.buffers,
-            communicators=line,
-            device=CPU,
-            faults=faults,
+            mover=mover,
             committed=0,
-            step_s=None,
-            stand_in_scale=self.stand_in_scale,
+            window=RequestWindow(None, None),
             is_ending=self.is_ending.is_set,
             await_parameters=committer.wait_for_exchange,
         )
         beginning = threading.Thread(target=self.begin, args=(layers, order, delay_s))
         beginning.start()
         try:
-            with Reductions(self.buffers, self.operations, line) as reductions:
+            with Reductions(self.buffers, self.operations, mover) as reductions:
                 while committer.committed < steps:
                     state = committer.begin()
                     stats = executor.run(state, self.operations, after=reductions.after)
@@ -189,7 +177,7 @@ class Rank:
             self.sums = line.sums
             beginning.join()
             trained.wait(60)  # a line that is interrupted cuts those of all ranks, which may still be in the last vote
-            layers.close(interrupt=not self.migrated.done())
+            mover.close()
 
 
 def move(*moves: tuple[int, int, int, int], hold_s: float = 0.0, slices: Sequence[SliceMove] = ()) -> Migrate:

@@ -11,12 +11,18 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 from chameleon_ft.job import Job
+from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
+from chameleon_ft.schedule import best_program
+from chameleon_ft.sync import gradient_segments
 from chameleon_ft.worker.state_transfer import layer_messages as preallocation
 from chameleon_ft.worker.state_transfer.layer_messages import LayerAllocator, Memory
 from tests.golden import refused
+from tests.strategies import equal_costs
+from tests.worker.interrupted import LAYERS, MICRO_BATCHES, Worker
+from tests.worker.switchboard import Switchboard
 from tests.worker.toy import SEED, toy_job
 
 CPU = torch.device("cpu")
@@ -152,10 +158,43 @@ def under_way(builds: Builds, allocator: LayerAllocator, layers: dict[int, int],
     doing = threading.Thread(target=then)
     doing.start()
     doing.join(0.05)
-    assert doing.is_alive(), "no other thread builds layers meanwhile, because all draw from one generator"
+    assert doing.is_alive(), "an allocation that is under way is completed first"
     builds.gate.set()
     doing.join(PATIENCE_S)
     assert not doing.is_alive()
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_a_step_runs_while_a_layer_is_built_unless_its_factory_draws_numbers(draws: bool) -> None:
+    layers = LayerRange(0, LAYERS)
+    plan = Plan(
+        placement=Placement(LAYERS, {0: (layers,)}),
+        routes=tuple(Route(number, (Hop(0, layers),)) for number in range(MICRO_BATCHES)),
+    )
+    costs = equal_costs(layers=LAYERS, micro_batches=MICRO_BATCHES, workers=1)
+    operations = best_program(plan, costs).program.operations[0]
+
+    def run(worker: Worker, *, waits: bool = False) -> list[Tensor]:
+        step = threading.Thread(target=worker.run, args=(None, operations, Switchboard(), -1))
+        step.start()
+        step.join(0.2 if waits else PATIENCE_S)
+        assert step.is_alive() == waits
+        builds.gate.set()
+        step.join(PATIENCE_S)
+        assert worker.error is None
+        return [buffer for segment in worker.buffers.segments for buffer in worker.buffers.of(segment)]
+
+    builds = Builds()
+    builds.job = dataclasses.replace(builds.job, built_in_full=(0,) if draws else ())
+    workers = [Worker(0, toy_job(LAYERS), plan, gradient_segments(plan.placement)) for _ in range(2)]
+    alone = run(workers[0])
+    builds.gate.clear()
+    allocator = builds.allocator()
+    allocator.preallocate({0: 0})
+    assert builds.first_has_begun.wait(PATIENCE_S)
+    beside = run(workers[1], waits=draws)
+    assert allocator.take(0).layer.module is not None
+    assert all(map(torch.equal, alone, beside)), "dropout has drawn the same numbers"
 
 
 def test_dropping_waits_for_the_current_allocation_and_starts_no_other() -> None:

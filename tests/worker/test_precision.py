@@ -18,16 +18,14 @@ from chameleon_ft.config import Batch, LlamaConfig, Parallel, Recovery, RunConfi
 from chameleon_ft.data import SampleOrder
 from chameleon_ft.job import BoundarySpec, Job, Precision
 from chameleon_ft.keys import init_key, step_key
-from chameleon_ft.models.build import gradient_bytes, param_bytes, tied_bytes
+from chameleon_ft.models.build import gradient_bytes, param_bytes, tensor_bytes, tied_bytes
 from chameleon_ft.models.checks import boundary_specs
 from chameleon_ft.models.optimizer import state_bytes
 from chameleon_ft.models.precision import cast_layer
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, RecomputedLayers, Route, data_pipeline_plan
 from chameleon_ft.schedule import best_program
-from chameleon_ft.storage.files import FaultLog
 from chameleon_ft.sync import Segment, gradient_segments, tied_segments
-from chameleon_ft.worker.communicators import Communicators, InFlight
-from chameleon_ft.worker.control_client import Activity
+from chameleon_ft.worker.communicators.base import Communicators, InFlight
 from chameleon_ft.worker.execution.backward import input_gradient
 from chameleon_ft.worker.execution.commit import CommitContext, Committer, ComputedStep, StateCheck, StateDiffersError
 from chameleon_ft.worker.execution.executor import Executor
@@ -35,11 +33,11 @@ from chameleon_ft.worker.execution.gradients import GradientBuffers
 from chameleon_ft.worker.execution.layers import HeldLayer, HeldLayers, micro_batches_of
 from chameleon_ft.worker.execution.reductions import Reductions
 from chameleon_ft.worker.execution.steps import StepState
-from chameleon_ft.worker.fault_injection import FaultInjector
-from chameleon_ft.worker.state_transfer.layer_messages import tensor_bytes
+from chameleon_ft.worker.mover import Mover
 from tests.harness import assert_trained_as_if_nothing_failed, fails, small_config, train_here
 from tests.strategies import equal_costs
 from tests.worker.switchboard import Line, Switchboard
+from tests.worker.toy import toy_rank
 
 WIDTH, IDS, SEED, TIME = 16, 11, 5, 6
 CPU = torch.device("cpu")
@@ -180,33 +178,26 @@ class Trained:
         self.operations = best_program(plan, costs).program.of(0)
         self.communicators = communicators or Line(0, Switchboard())
         self.held = HeldLayers(job, layers or whole, seed=SEED, device=CPU)
-        faults = FaultInjector(0, (), log=FaultLog(None), disconnect=lambda: None)  # type: ignore[arg-type]
+        rank = toy_rank(job, micro_batch_size=BATCH.micro_batch_size)
         shared = [(0, job.num_layers - 1)] if job.tied else []
         segments = (*gradient_segments(plan.placement), *tied_segments(plan.placement, shared))
         self.committer = Committer(
-            worker=0,
+            rank=rank,
             held=self.held,
             buffers=GradientBuffers(self.held, segments),
             contributions=MICRO_BATCHES * job.num_layers,
-            clip_norm=job.clip_norm,
             committed=0,
-            activity=Activity(),
-            faults=faults,
         )
         self.executor = Executor(
-            job=job,
+            rank=rank,
             held=self.held,
-            boundaries=boundary_specs(job, BATCH.micro_batch_size),
             micro_batches=micro_batches_of(job, BATCH, seed=SEED, device=CPU),
-            device=CPU,
             communicators=self.communicators,
-            activity=Activity(),
-            faults=faults,
         )
 
     def run_step(self, step: int) -> float:
         state = self.committer.begin()
-        reductions = Reductions(self.committer.buffers, self.operations, self.communicators)
+        reductions = Reductions(self.committer.buffers, self.operations, Mover(self.communicators))
         stats = self.executor.run(state, self.operations, after=lambda count: None)
         computed = ComputedStep(stats=stats, reductions=reductions, contributions=state.contributions())
         context = CommitContext(communicators=self.communicators, members=(0,))
@@ -324,7 +315,10 @@ def test_a_bit_that_flips_in_any_tensor_of_a_layer_is_noticed(of: str) -> None:
     for flips in (False, True):
         if flips:
             runs[1].held.compared_state_of(1)[of].view(torch.int16).flatten()[3].bitwise_xor_(1)
-        checks = [StateCheck(worker, run.held, segments, device=CPU) for worker, run in enumerate(runs)]
+        checks = [
+            StateCheck(toy_rank(bf16_job(), worker=worker), run.held, segments, mover=Mover(run.communicators))
+            for worker, run in enumerate(runs)
+        ]
         for check in checks:
             check.begin()
         sums = [sum(each) for each in zip(*(check.ballot() for check in checks), strict=True)]

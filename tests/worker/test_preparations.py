@@ -16,13 +16,12 @@ import torch
 from torch import nn
 
 from chameleon_ft.protocol.messages import Discard, Message, Migrate, Prepare, Prepared, StartGeneration
-from chameleon_ft.worker.communicators import Communicators, Membership
+from chameleon_ft.worker.communicators.base import Communicators, Membership
 from chameleon_ft.worker.control_client import ControlClient
-from chameleon_ft.worker.execution.gradients import GradientBuffers
-from chameleon_ft.worker.execution.layers import HeldLayers
+from chameleon_ft.worker.execution.layers import HeldLayer
 from chameleon_ft.worker.fault_injection import FaultInjector
 from chameleon_ft.worker.generation import Preparations
-from chameleon_ft.worker.state_transfer.layer_messages import Allocation, LayerAllocator, Memory
+from chameleon_ft.worker.state_transfer.layer_messages import Allocation, LayerAllocator
 from chameleon_ft.worker.state_transfer.migration import LayerMigration
 from tests.worker.toy import SEED, toy_job
 
@@ -104,9 +103,11 @@ class Begun:
 
     def __init__(self) -> None:
         self.begun: queue.SimpleQueue[tuple[Migrate, Future[None] | None]] = queue.SimpleQueue()
+        self.layers: dict[int, HeldLayer] = {}
 
-    def begin(self, order: Migrate, *, memory: dict[int, Memory | None], migrated: Future[None] | None) -> None:
-        assert memory.keys() == (set() if migrated is None else {2, 3})
+    def begin(self, order: Migrate, *, allocations: dict[int, Allocation], migrated: Future[None] | None) -> None:
+        assert allocations.keys() == (set() if migrated is None else {2, 3})
+        self.layers.update({layer: allocation.layer for layer, allocation in allocations.items()})
         self.begun.put((order, migrated))
 
 
@@ -128,11 +129,11 @@ def preparations(client: Client, *, failing: set[int] | None = None, **job: Any)
     )
 
 
-def train(prepared: Preparations, generation: int) -> tuple[Begun, HeldLayers]:
-    """Begin to train two of four layers in a generation."""
-    held, migration = HeldLayers(toy_job(LAYERS), (0, 1), seed=SEED, device=CPU), Begun()
-    prepared.training(generation, held, GradientBuffers(held, ()), cast("LayerMigration", migration))
-    return migration, held
+def train(prepared: Preparations, generation: int) -> Begun:
+    """Begin to train in a generation."""
+    migration = Begun()
+    prepared.training(generation, cast("LayerMigration", migration))
+    return migration
 
 
 @pytest.mark.parametrize("ordered_first", [True, False])
@@ -141,16 +142,16 @@ def test_what_follows_a_migration_is_prepared_once_the_layers_have_arrived_howev
 ) -> None:
     prepared = preparations(client)
     if not ordered_first:
-        migration, held = train(prepared, 2)
+        migration = train(prepared, 2)
     client.migrate(2)
     client.prepare(3)
     if ordered_first:
         client.assert_no_answer()
-        migration, held = train(prepared, 2)
+        migration = train(prepared, 2)
     order, migrated = migration.begun.get(timeout=10.0)
     assert migrated is not None
     assert order.moves == MOVES
-    assert [set(held.layers), set(held.arriving)] == [{0, 1}, {2, 3}]
+    assert migration.layers.keys() == {2, 3}
     client.assert_no_answer()
     client.discard(3)
     client.prepare(4)
@@ -165,11 +166,10 @@ def test_a_migration_of_a_generation_that_is_over_does_not_begin(client: Client)
     prepared = preparations(client)
     client.migrate(2)
     client.over.add(2)
-    migration, held = train(prepared, 2)
+    migration = train(prepared, 2)
     client.prepare(4)
     assert client.answer() == Prepared(generation=4)
     assert migration.begun.empty()
-    assert not held.arriving
 
 
 def test_a_generation_that_cannot_be_prepared_is_reported_and_the_next_one_is_prepared(client: Client) -> None:
@@ -186,7 +186,7 @@ def test_layers_that_cannot_be_built_are_reported_by_what_follows_their_migratio
         raise ValueError("the factory needs a file that is gone")
 
     prepared = preparations(client, layers=[*toy_job(LAYERS).layers[:2], missing, missing])
-    migration, _ = train(prepared, 2)
+    migration = train(prepared, 2)
     client.migrate(2)
     client.prepare(3)
     error = "layers cannot be received: ValueError: the factory needs a file that is gone"
@@ -214,7 +214,7 @@ def test_layers_move_in_a_generation_from_its_beginning(client: Client) -> None:
     assert client.answer() == Prepared(generation=3)
     client.prepare(4)
     client.assert_no_answer()
-    migration, _ = train(prepared, 3)
+    migration = train(prepared, 3)
     _, migrated = migration.begun.get(timeout=10.0)
     assert migrated is not None
     migrated.set_result(None)
@@ -228,18 +228,18 @@ def allocations() -> list[Allocation]:
 def test_nothing_is_kept_of_a_generation_that_is_over(client: Client) -> None:
     before = len(allocations())  # of other tests, whose threads do not end
     prepared = preparations(client)
-    migration, held = train(prepared, 2)
+    migration = train(prepared, 2)
     client.migrate(2)
     migration.begun.get(timeout=10.0)
     client.migrate(3)
     client.prepare(3)
     assert client.answer() == Prepared(generation=3), "its layers are allocated"
-    module = weakref.ref(held._layers[2].module)
-    kept = weakref.ref(held)
+    module = weakref.ref(migration.layers[2].module)
+    kept = weakref.ref(migration)
     prepared.trained()
     client.over |= {2, 3}
     prepared.drop_over()
-    del held, migration
+    del migration
     gc.collect()
     assert kept() is None
     assert module() is None

@@ -14,22 +14,18 @@ from torch import Tensor, nn
 
 from chameleon_ft.config import Batch, LlamaConfig
 from chameleon_ft.job import Job
-from chameleon_ft.models.checks import boundary_specs
 from chameleon_ft.models.llama import llama_layers, next_token_loss
 from chameleon_ft.models.recomputation import recomputable
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, RecomputedLayers, Route, data_pipeline_plan
 from chameleon_ft.schedule import best_program, check_program
-from chameleon_ft.storage.files import FaultLog
 from chameleon_ft.sync import gradient_segments
-from chameleon_ft.worker.control_client import Activity
 from chameleon_ft.worker.execution.executor import Executor
 from chameleon_ft.worker.execution.gradients import GradientBuffers
 from chameleon_ft.worker.execution.layers import HeldLayers, micro_batches_of
 from chameleon_ft.worker.execution.steps import StepState
-from chameleon_ft.worker.fault_injection import FaultInjector
 from tests.harness import assert_trained_as_if_nothing_failed, fails, small_config, train_here
 from tests.strategies import equal_costs
-from tests.worker.toy import SEED, Constant, toy_job
+from tests.worker.toy import SEED, Constant, toy_job, toy_rank
 
 CPU = torch.device("cpu")
 MICRO_BATCHES = 4
@@ -122,14 +118,10 @@ def trained(job: Job, plan: Plan, steps: int = 2) -> list[Tensor]:
     held = HeldLayers(job, range(job.num_layers), seed=SEED, device=CPU)
     buffers = GradientBuffers(held, gradient_segments(plan.placement))
     executor = Executor(
-        job=job,
+        rank=toy_rank(job, micro_batch_size=batch.micro_batch_size),
         held=held,
-        boundaries=boundary_specs(job, batch.micro_batch_size),
         micro_batches=micro_batches_of(job, batch, seed=SEED, device=CPU),
-        device=CPU,
         communicators=None,  # type: ignore[arg-type]  # there are no peers
-        activity=Activity(),
-        faults=FaultInjector(0, (), log=FaultLog(None), disconnect=lambda: None),  # type: ignore[arg-type]
     )
     found: list[Tensor] = []
     for step in range(steps):

@@ -14,10 +14,11 @@ from chameleon_ft.plan import Hop, LayerRange, Route
 from chameleon_ft.plan.rest import GradientKey
 from chameleon_ft.schedule import Operation, OperationKind
 from chameleon_ft.sync import Segment
-from chameleon_ft.worker.communicators import CommunicationError, Communicators
+from chameleon_ft.worker.communicators.base import CommunicationError, Communicators
 from chameleon_ft.worker.execution.gradients import GradientBuffers
 from chameleon_ft.worker.execution.layers import HeldLayers
 from chameleon_ft.worker.execution.reductions import Reductions
+from chameleon_ft.worker.mover import Mover
 from tests.worker.toy import SEED, toy_job
 
 LOW, MIDDLE, NOTHING, HIGH = LayerRange(0, 1), LayerRange(1, 2), LayerRange(2, 3), LayerRange(3, 5)
@@ -82,7 +83,7 @@ def reductions(
     zeros: Collection[GradientKey] = (),
 ) -> Reductions:
     communicators: Communicators = ring  # type: ignore[assignment]
-    return Reductions(buffers or gradient_buffers(), operations, communicators, zeros=zeros)
+    return Reductions(buffers or gradient_buffers(), operations, Mover(communicators), zeros=zeros)
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -99,7 +100,7 @@ def test_each_segment_is_issued_when_its_gradients_are_complete_and_waited_for_a
         for step in range(2):
             for count in range(len(OPERATIONS) + 1):
                 reducing.after(count)
-                wait_for(lambda: reducing._ended.qsize() == reducing._in_flight)
+                wait_for(lambda: len(reducing._ended) == reducing._num_issued)
                 issued_after.append(len(set(ring.issued)))
             done = reducing.finish()
             # A layer without parameters has nothing to reduce; HIGH has gradients of two element types, MIDDLE too.
@@ -133,7 +134,7 @@ def test_a_reduction_is_recorded_with_its_own_end() -> None:
     ring = Ring(is_open=True)
     with reductions(ring, gradient_buffers([Segment(HIGH, (0, 1))])) as reducing:
         reducing.after(4)
-        wait_for(lambda: not reducing._ended.empty())
+        wait_for(lambda: bool(reducing._ended))
         before_finish_s = time.perf_counter()
         (timed,) = reducing.finish()
         assert timed.end_s <= before_finish_s

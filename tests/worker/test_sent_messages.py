@@ -12,7 +12,7 @@ from torch import Tensor
 
 from chameleon_ft.cost.memory import MessageBuffers
 from chameleon_ft.protocol.messages import Position
-from chameleon_ft.worker.communicators import CommunicationError, InFlight, Membership
+from chameleon_ft.worker.communicators.base import CommunicationError, InFlight, Membership
 from chameleon_ft.worker.control_client import Activity
 from chameleon_ft.worker.execution.executor import SentMessages
 from chameleon_ft.worker.execution.steps import Result, StepState

@@ -46,7 +46,7 @@ def test_a_kill_leaves_one_owner_of_each_slice(tmp_path: Path, phase: FailurePha
 OWN_OPTIMIZER = """
 import torch
 from dataclasses import replace
-from chameleon_ft.models.llama_job import llama_job
+from chameleon_ft.models.llama import llama_job
 
 class Mine(torch.optim.SGD):
     pass

@@ -6,7 +6,6 @@ import copy
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -34,6 +33,7 @@ from chameleon_ft.worker.execution.layers import HeldLayers
 from chameleon_ft.worker.execution.optimizer import ParameterVector, joined_masters
 from chameleon_ft.worker.fault_injection import flip_random_bit
 from chameleon_ft.worker.inspection import inspect_job
+from chameleon_ft.worker.mover import Mover
 from tests.golden import refused
 from tests.harness import small_config
 from tests.worker.sliced import (
@@ -50,7 +50,8 @@ from tests.worker.sliced import (
     trained,
     weights,
 )
-from tests.worker.toy import SEED, toy_job
+from tests.worker.switchboard import Line, Switchboard
+from tests.worker.toy import SEED, toy_job, toy_rank
 
 
 @pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)
@@ -192,26 +193,26 @@ def test_a_flipped_bit_in_a_slice_shows(job: Callable[[], Job]) -> None:
     owned = sharding(3, 2)
     held = trained(job(), owned, 3, range(2))
     segments = [Segment(WHOLE, (0, 1, 2))]
-    with ExitStack() as stack:
-        checks = [
-            stack.enter_context(StateCheck(worker, each, segments, device=CPU, sharding=owned))
-            for worker, each in enumerate(held)
-        ]
+    mover = Mover(Line(0, Switchboard()))
+    checks = [
+        StateCheck(toy_rank(toy_job(LAYERS), worker=worker), each, segments, mover=mover, sharding=owned)
+        for worker, each in enumerate(held)
+    ]
 
-        def compared() -> bool:
-            for check in checks:
-                check.begin()
-            sums = [sum(each) for each in zip(*(check.ballot() for check in checks), strict=True)]
-            return all(check.compare(sums) for check in checks)
+    def compared() -> bool:
+        for check in checks:
+            check.begin()
+        sums = [sum(each) for each in zip(*(check.ballot() for check in checks), strict=True)]
+        return all(check.compare(sums) for check in checks)
 
-        assert compared()
-        flipped = flip_random_bit({2: held[1].owned_state_of(2)})
-        assert "of layer 2" in flipped
-        with pytest.raises(StateDiffersError) as error:
-            compared()
-        ((layer, checksums),) = error.value.checksums.items()
-        assert (layer, len(checksums)) == (2, 2)
-        assert 1 in checksums
+    assert compared()
+    flipped = flip_random_bit({2: held[1].owned_state_of(2)})
+    assert "of layer 2" in flipped
+    with pytest.raises(StateDiffersError) as error:
+        compared()
+    ((layer, checksums),) = error.value.checksums.items()
+    assert (layer, len(checksums)) == (2, 2)
+    assert 1 in checksums
 
 
 def test_a_state_that_is_not_of_elements_cannot_be_divided() -> None:

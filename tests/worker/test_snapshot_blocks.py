@@ -12,8 +12,7 @@ from torch import Tensor
 
 from chameleon_ft.errors import DamagedCheckpointError
 from chameleon_ft.plan.snapshots import Part, Rebuilding
-from chameleon_ft.worker.snapshots.store import PackedState, SnapshotStore, join, unpack
-from chameleon_ft.worker.snapshots.taker import RestoredLayers, rebuild
+from chameleon_ft.worker.snapshots import PackedState, RestoredLayers, SnapshotStore, join, rebuild, unpack
 from tests.golden import refused
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8)

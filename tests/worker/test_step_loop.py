@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,10 +11,10 @@ from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
 from chameleon_ft.schedule import best_program
 from chameleon_ft.sync import gradient_segments
 from chameleon_ft.worker import step_loop
-from chameleon_ft.worker.communicators import CommunicationError
-from chameleon_ft.worker.control_client import Activity
+from chameleon_ft.worker.communicators.base import CommunicationError
 from chameleon_ft.worker.execution.commit import Committer
 from chameleon_ft.worker.execution.steps import StepRecorder
+from chameleon_ft.worker.mover import Mover
 from chameleon_ft.worker.step_loop import StepLoop
 from tests.strategies import equal_costs
 from tests.worker.interrupted import LAYERS, MICRO_BATCHES, Worker
@@ -36,14 +35,11 @@ def test_no_operation_begins_in_a_generation_that_is_over(run_before: int) -> No
     operations = best_program(plan, costs).program.operations[0]
     executor = worker.executor(Line(0, Switchboard()))
     committer = Committer(
-        worker=0,
+        rank=executor.rank,
         held=worker.held,
         buffers=worker.buffers,
         contributions=MICRO_BATCHES * LAYERS,
-        clip_norm=None,
         committed=0,
-        activity=Activity(),
-        faults=executor.faults,
     )
 
     def is_over(generation: int) -> bool:
@@ -51,7 +47,6 @@ def test_no_operation_begins_in_a_generation_that_is_over(run_before: int) -> No
 
     unused: Any = None
     loop = StepLoop(
-        worker=0,
         config=SimpleNamespace(steps=1, health=SimpleNamespace(check_every=0)),  # type: ignore[arg-type]
         client=SimpleNamespace(is_over=is_over, finishing=False),  # type: ignore[arg-type]
         generation=SimpleNamespace(  # type: ignore[arg-type]
@@ -63,10 +58,10 @@ def test_no_operation_begins_in_a_generation_that_is_over(run_before: int) -> No
         executor=executor,
         snapshots=None,
         migration=unused,
-        check=nullcontext(),  # type: ignore[arg-type]
+        check=unused,
+        mover=Mover(executor.communicators),
         recorder=StepRecorder(log=unused, worker=0, every=0),
         writer=unused,
-        activity=Activity(),
         first_committed=lambda: None,
     )
     with pytest.raises(CommunicationError, match="the generation is over"):
@@ -108,7 +103,7 @@ def test_the_time_of_a_step_includes_its_update(monkeypatch: pytest.MonkeyPatch)
         committer=SimpleNamespace(
             commit=lambda *_, **__: SimpleNamespace(vote="a vote"), begin_exchange=lambda: done.append("exchange begun")
         ),
-        executor=SimpleNamespace(device="the device"),
+        executor=SimpleNamespace(rank=SimpleNamespace(device="the device")),
         migration=SimpleNamespace(has_shadow_holders=False, resume=lambda: None),
     )
     StepLoop._commit(loop, computed, start_s=0.0)

@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 from chameleon_ft.config import Timeouts
 from chameleon_ft.coordinator.peers import RendezvousStore
 from chameleon_ft.protocol.messages import LookUp, Message, Publish
-from chameleon_ft.worker.communicators import CommunicationError, Membership, Rendezvous
+from chameleon_ft.worker.communicators.base import CommunicationError, Membership, Rendezvous
 from chameleon_ft.worker.communicators.gloo import GlooCommunicators, gloo_group
 from chameleon_ft.worker.communicators.store import GenerationStore
 from tests.golden import refused

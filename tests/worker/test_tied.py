@@ -66,7 +66,7 @@ def test_only_holders_of_a_copy_take_part() -> None:
 def test_the_gradient_outlives_a_copy_that_is_dropped_before_it_has_arrived() -> None:
     """As after a loss during a migration, when the interrupted step is finished in the placement before it."""
     first = held(0, 1)
-    first.expect(3, HeldLayer.blank(toy_job(LAYERS, tied=True), 3, seed=SEED, device=CPU))
+    first.expect({3: HeldLayer.blank(toy_job(LAYERS, tied=True), 3, seed=SEED, device=CPU)})
     buffers = GradientBuffers(first, (Segment(LayerRange(0, 1), (0,)), Segment(LayerRange(3, 4), (0, 1)), TIED))
     ((embedding, _),) = first.tied((0, 3))
     (3 * embedding.sum()).backward()

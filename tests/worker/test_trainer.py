@@ -22,7 +22,7 @@ def test_a_worker_that_hangs_before_its_first_operation_does_not_seem_to_wait() 
     def nothing(*_: object) -> None: ...
 
     trainer: Any = SimpleNamespace(
-        _activity=activity,
+        _rank=SimpleNamespace(activity=activity),
         _has_quiesced=False,
         _state=SimpleNamespace(
             snapshots=SimpleNamespace(keep_only=nothing),
@@ -34,7 +34,7 @@ def test_a_worker_that_hangs_before_its_first_operation_does_not_seem_to_wait() 
         ),
         _train=train,
         _leave=nothing,
-        client=SimpleNamespace(enter=lambda *_: True, rendezvous=nothing),
+        _client=SimpleNamespace(enter=lambda *_: True, rendezvous=nothing),
     )
     generation: Any = SimpleNamespace(
         order=SimpleNamespace(generation=1, first_step=0, snapshot=None, transition=None),

@@ -15,14 +15,15 @@ from torch import Tensor
 
 from chameleon_ft.config import Failure, FailurePhase
 from chameleon_ft.coordinator.state.active_plan import placement_of, plan_transition
+from chameleon_ft.models.build import tensor_bytes
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.protocol.parts import Transition
 from chameleon_ft.storage.files import FaultLog
-from chameleon_ft.worker.communicators import Channel, CommunicationError
+from chameleon_ft.worker.communicators.base import Channel, CommunicationError
 from chameleon_ft.worker.execution.layers import HeldLayer, HeldLayers, LayerState
 from chameleon_ft.worker.fault_injection import FaultInjector
 from chameleon_ft.worker.state_transfer import layer_messages
-from chameleon_ft.worker.state_transfer.layer_messages import Memory, tensor_bytes
+from chameleon_ft.worker.state_transfer.layer_messages import Memory
 from chameleon_ft.worker.state_transfer.transfer import channels_of_transition
 from tests.examples import examples
 from tests.worker.toy import SEED, toy_job

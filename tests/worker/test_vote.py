@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from chameleon_ft.worker.communicators import CommunicationError, InFlight
-from chameleon_ft.worker.communicators.base import TreeVote
+from chameleon_ft.worker.communicators.base import CommunicationError, InFlight, TreeVote
 from tests.worker.switchboard import Line, Switchboard
 
 groups = st.sets(st.integers(0, 200), min_size=2, max_size=80).map(lambda workers: tuple(sorted(workers)))

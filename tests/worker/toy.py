@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,10 @@ from chameleon_ft.data import SampleOrder
 from chameleon_ft.data.samples import load_micro_batch
 from chameleon_ft.job import Job
 from chameleon_ft.models.build import build_layer, seed_forward
+from chameleon_ft.models.checks import boundary_specs
+from chameleon_ft.worker.context import RankContext
+from chameleon_ft.worker.control_client import Activity
+from chameleon_ft.worker.fault_injection import FaultInjector
 
 WIDTH, IDS, SEED = 6, 9, 11
 
@@ -64,6 +69,22 @@ def loss(output: Tensor, targets: Tensor) -> Tensor:
 
 def loss_terms(targets: Tensor) -> int:
     return int((targets >= 0).sum())
+
+
+def toy_rank(
+    job: Job, *, worker: int = 0, micro_batch_size: int = 2, faults: FaultInjector | None = None, **changes: Any
+) -> RankContext:
+    """What the parts of a rank on a CPU share, without failures unless some are given."""
+    no_log: Any = None
+    return RankContext(
+        worker=worker,
+        job=job,
+        boundaries=boundary_specs(job, micro_batch_size),
+        device=torch.device("cpu"),
+        activity=Activity(),
+        faults=faults or FaultInjector(worker, (), log=no_log, disconnect=lambda: None),
+        **changes,
+    )
 
 
 def toy_job(layers: int, *, clip_norm: float | None = None, constant_at: int | None = None, tied: bool = False) -> Job:

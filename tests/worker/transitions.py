@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -18,8 +19,7 @@ from chameleon_ft.job import Job
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.storage.files import FaultLog
 from chameleon_ft.sync import Segment
-from chameleon_ft.worker.communicators import CommunicationError, Membership
-from chameleon_ft.worker.control_client import Activity
+from chameleon_ft.worker.communicators.base import CommunicationError, Membership
 from chameleon_ft.worker.execution.gradients import GradientBuffers
 from chameleon_ft.worker.execution.layers import HeldLayers, LayerState
 from chameleon_ft.worker.fault_injection import FaultInjector
@@ -33,7 +33,7 @@ from chameleon_ft.worker.state_transfer.layer_messages import (
 )
 from chameleon_ft.worker.state_transfer.transfer import StateTransfer
 from chameleon_ft.workload import LayerCost
-from tests.worker.toy import SEED, toy_job
+from tests.worker.toy import SEED, toy_job, toy_rank
 
 LAYERS = 5
 CPU = torch.device("cpu")
@@ -165,8 +165,8 @@ def carry_out(
 
     def one(worker: int) -> Any:
         allocator = LayerAllocator(toy_job(LAYERS), seed=SEED, device=CPU, ahead=ahead)
-        faults = no_faults(worker, directory)
-        transfer = StateTransfer(worker, CPU, allocator=allocator, activity=Activity(), faults=faults)
+        rank = toy_rank(toy_job(LAYERS), worker=worker, faults=no_faults(worker, directory))
+        transfer = StateTransfer(rank, allocator)
         part = planned.parts(COSTS)[worker]
         transfer.begin(part, states[worker])
         try:
@@ -182,18 +182,12 @@ def carry_out(
 
 def send(states: Sequence[LayerState], network: Network, *, num_bytes: int = 7) -> None:
     """Have worker 0 send layers to worker 1."""
-    layers = [OutgoingLayer(state, num_bytes, checksums_of(state)) for state in states]
+    layers = [OutgoingLayer(state, num_bytes, partial(layer_checksums, state, CPU)) for state in states]
     outgoing = OutgoingLayers(layers, Line(network, 0), peer=1, tag=2, device=CPU)
     for _ in layers:
         outgoing.start_next()
     for _ in layers:
         outgoing.finish_next()
-
-
-def checksums_of(state: LayerState) -> Future[list[int]]:
-    taken: Future[list[int]] = Future()
-    taken.set_result(layer_checksums(state, CPU))
-    return taken
 
 
 def receive(

@@ -38,9 +38,9 @@ class DelayedLinks:
     """Base of communicators whose messages take longer than those of the real ones that carry them.
 
     Args:
-        inner: communicators that carry the tensors; not opened yet.
-        cluster_of: returns the links and hosts of the given workers; some workers may join later.
-        scale: bytes that each real byte stands for.
+        inner: The communicators that carry the tensors; not opened yet.
+        cluster_of: Returns the links and hosts of the given workers; some workers may join later.
+        scale: How many bytes each real byte stands for.
     """
 
     def __init__(self, inner: Communicators, cluster_of: Callable[[Sequence[int]], Cluster], *, scale: int = 1) -> None:
@@ -84,7 +84,8 @@ class DelayedLinks:
             raise CommunicationError(peer, "the generation is over")
 
 
-_STAMP_BYTES: Final = 16  # float64 each: when the message is due, seconds that it occupies the link
+# Two numbers of float64: when the message is due, and for how many seconds it occupies the link.
+_STAMP_BYTES: Final = 16
 
 
 class EmulatedLinks(DelayedLinks):
@@ -93,8 +94,6 @@ class EmulatedLinks(DelayedLinks):
     A message carries its due time, by the clock of the machine that all ranks share. An all-reduce begins when all
     workers of its group wait for it, and ends one ring duration later, so the reductions of a rank run one after the
     other. The vote is not delayed.
-
-    Args: as those of `DelayedLinks`.
     """
 
     def __init__(self, inner: Communicators, cluster_of: Callable[[Sequence[int]], Cluster], *, scale: int) -> None:
@@ -103,7 +102,8 @@ class EmulatedLinks(DelayedLinks):
         self._sent_at = self._received_at = 0.0
 
     def open(self, membership: Membership) -> None:
-        self._known = self._cluster_of(membership.members)  # the first message is not to wait for that
+        # The first message is not to wait for that.
+        self._known = self._cluster_of(membership.members)
         super().open(membership)
 
     def send(self, tensor: Tensor, *, peer: int, tag: int, stands_for_bytes: int | None = None) -> InFlight:
@@ -147,11 +147,8 @@ class SlowedLinks(DelayedLinks):
     """Communicators of a worker whose links have a share of their bandwidth, as `share` says when a message begins.
 
     Both what it sends and what it receives takes the rest of the time that its bytes would take. Without a slow link
-    every call is passed on, and costs nothing.
-
-    Args:
-        inner, cluster_of, scale: as those of `DelayedLinks`, with the usual links.
-        share: returns the share of the bandwidth; 1 if the links are as fast as usual.
+    every call is passed on, and costs nothing. `cluster_of` returns the usual links, and `share` the share of the
+    bandwidth; 1 if the links are as fast as usual.
     """
 
     def __init__(

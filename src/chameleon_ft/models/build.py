@@ -177,25 +177,35 @@ def blank_layer(job: Job, layer: int, seed: int) -> nn.Module:
     """Build layer `layer` on the CPU to load a state into: its parameters may hold anything, all else is as built.
 
     Initialising parameters takes most of the time of `build_layer`. They are initialised only where the rest of the
-    layer depends on them; see `differs_if_blank`.
+    layer depends on them; see `differs_if_blank`. Elsewhere the factory uses nothing that threads share, so other
+    threads can run forwards meanwhile.
     """
     known = job.built_in_full
     is_built = differs_if_blank(job, layer, seed) if known is None else layer in known
-    return build_layer(job, layer, seed) if is_built else _build_blank(job, layer, seed)[0]
+    if is_built:
+        return build_layer(job, layer, seed)
+    with _SkipInitialization():
+        return job.layers[layer]()
 
 
 def differs_if_blank(job: Job, layer: int, seed: int) -> bool:
     """Return whether a layer without initialised parameters differs from one with them in more than its state.
 
-    A factory may compute masks, tables or attributes from its initial weights, or draw random numbers after them.
+    A factory may compute masks, tables or attributes from its initial weights. One that draws other random numbers, or
+    changes torch's default type meanwhile, counts, too, because all threads share the generators and the default type.
     """
-    try:
-        module, draws = _build_blank(job, layer, seed)
-        blank = digests_beside_state(module)
-    except Exception:  # noqa: BLE001 - the factory cannot bear weights that are not a number
-        return True
+    with generator_lock, torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(init_key(seed, layer))
+        before, others, skipping = torch.default_generator.get_state(), OtherGenerators(), _SkipInitialization()
+        try:
+            with skipping:
+                module = job.layers[layer]()
+            blank = digests_beside_state(module)
+        except Exception:  # noqa: BLE001 - the factory cannot bear weights that are not a number
+            return True
+        draws = not torch.equal(before, torch.default_generator.get_state()) or bool(others.used_since())
     del module
-    return draws or blank != digests_beside_state(_initialize(job, layer, seed))
+    return draws or skipping.changes_default or blank != digests_beside_state(_initialize(job, layer, seed))
 
 
 def layers_built_in_full(job: Job, seed: int) -> tuple[int, ...]:
@@ -205,22 +215,22 @@ def layers_built_in_full(job: Job, seed: int) -> tuple[int, ...]:
     return tuple(layer for layer, factory in enumerate(job.layers) if found[id(factory)])
 
 
-def _build_blank(job: Job, layer: int, seed: int) -> tuple[nn.Module, bool]:
-    """Build a layer whose parameters are not a number; return it, and whether its factory has drawn anything else."""
-    with generator_lock, torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(init_key(seed, layer))
-        before = torch.default_generator.get_state()
-        with _SkipInitialization():  # type: ignore[no-untyped-call]
-            module = job.layers[layer]()
-        return module, not torch.equal(before, torch.default_generator.get_state())
-
-
 class _SkipInitialization(TorchDispatchMode):
-    """Fills parameters with NaN instead of random numbers."""
+    """Fills parameters with NaN instead of random numbers, in the thread that enters it.
+
+    Attributes:
+        changes_default: Whether torch's default type was another one while a tensor was made.
+    """
 
     _FILLS = frozenset({torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default})
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._default = torch.get_default_dtype()
+        self.changes_default = False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.changes_default |= torch.get_default_dtype() != self._default
         if func in self._FILLS and isinstance(args[0], torch.nn.Parameter) and args[0].is_floating_point():
             return args[0].fill_(math.nan)
         return func(*args, **(kwargs or {}))

@@ -7,11 +7,10 @@ Beside the files of a layer are checksums of them and of its tensors, which are 
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -42,13 +41,13 @@ class CheckpointWriter:
     """Writes checkpoints in a thread of its own, one after the other, while training continues.
 
     Args:
-        checkpoints: where the run has its checkpoints.
-        saved: called in that thread when a checkpoint's layers are written or could not be.
-        before_write: called in that thread before a checkpoint is written.
+        checkpoints: The place where the run has its checkpoints.
+        saved: It is called in that thread when a checkpoint's layers are written or could not be.
+        before_write: It is called in that thread before a checkpoint is written.
 
     Attributes:
-        left_out: resume step of the checkpoint that this votes against although it is due; 0 if there is none.
-        answered: the newest request of the coordinator that a checkpoint was begun for; see `BeginCheckpoint`.
+        left_out: The resume step of the checkpoint that this votes against although it is due; 0 if there is none.
+        answered: The newest request of the coordinator that a checkpoint was begun for; see `BeginCheckpoint`.
     """
 
     def __init__(
@@ -63,9 +62,8 @@ class CheckpointWriter:
         self._before_write = before_write
         self.answered = 0
         self.left_out = 0
-        self._jobs: queue.Queue[tuple[int, int, Mapping[int, LayerState], Mapping[_Slice, LayerState], float]]
-        self._jobs = queue.Queue()
-        threading.Thread(target=self._work, name="checkpoint", daemon=True).start()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._newest: Future[None] | None = None
 
     def submit(
         self,
@@ -81,14 +79,14 @@ class CheckpointWriter:
         They must not change afterwards. `copy_s` is the time in seconds that their copy took, for the report.
 
         Args:
-            slices: of the optimizer's state, by (layer, first unit, unit after the last).
+            slices: Slices of the optimizer's state, by (layer, first unit, unit after the last).
         """
-        self._jobs.put((generation, step, layers, slices, copy_s))
+        self._newest = self._thread.submit(self._write, generation, step, layers, slices, copy_s)
 
     @property
     def is_busy(self) -> bool:
         """Whether a submitted checkpoint is not written yet."""
-        return self._jobs.unfinished_tasks > 0
+        return self._newest is not None and not self._newest.done()
 
     def votes_for(self, step: int, *, is_due: bool, request: int) -> bool:
         """Return whether this worker votes for the checkpoint that resumes at `step`, after the step before it.
@@ -109,34 +107,38 @@ class CheckpointWriter:
             time.sleep(_POLL_S)
         return True
 
-    def _work(self) -> None:
-        while True:
-            generation, step, layers, slices, copy_s = self._jobs.get()
-            started, error = time.perf_counter(), None
-            seals: dict[str, str] = {}
-            try:
-                self._before_write(step)
-                # After a failure workers may repeat this step. A complete checkpoint never changes.
-                if not is_complete(self._checkpoints, step):
-                    parts = {layer_part(step, layer): state for layer, state in layers.items()}
-                    parts |= {slice_part(step, *place): state for place, state in slices.items()}
-                    for part, state in parts.items():
-                        seals[part.partition("/")[2]] = _write_part(self._checkpoints, step, part, state)
-            except (Exception, CheckpointException) as failure:  # noqa: BLE001
-                error = _describe(failure)  # disk full, folder gone: training continues, and the user is warned
-            self._saved(
-                CheckpointSaved(
-                    generation=generation,
-                    step=step,
-                    layers=tuple(layers),
-                    slices=tuple(slices),
-                    seals=tuple(seals.items()),
-                    copy_s=copy_s,
-                    write_s=time.perf_counter() - started,
-                    error=error,
-                )
+    def _write(
+        self,
+        generation: int,
+        step: int,
+        layers: Mapping[int, LayerState],
+        slices: Mapping[_Slice, LayerState],
+        copy_s: float,
+    ) -> None:
+        started, error, seals = time.perf_counter(), None, dict[str, str]()
+        try:
+            self._before_write(step)
+            # After a failure workers may repeat this step. A complete checkpoint never changes.
+            if not is_complete(self._checkpoints, step):
+                parts = {layer_part(step, layer): state for layer, state in layers.items()}
+                parts |= {slice_part(step, *place): state for place, state in slices.items()}
+                for part, state in parts.items():
+                    seals[part.partition("/")[2]] = _write_part(self._checkpoints, step, part, state)
+        except (Exception, CheckpointException) as failure:  # noqa: BLE001
+            # The disk is full, or the folder is gone: training continues, and the user is warned.
+            error = _describe(failure)
+        self._saved(
+            CheckpointSaved(
+                generation=generation,
+                step=step,
+                layers=tuple(layers),
+                slices=tuple(slices),
+                seals=tuple(seals.items()),
+                copy_s=copy_s,
+                write_s=time.perf_counter() - started,
+                error=error,
             )
-            self._jobs.task_done()
+        )
 
 
 def _write_part(checkpoints: Storage, step: int, part: str, state: LayerState) -> str:
@@ -223,17 +225,18 @@ def _changed(state: Mapping[str, Any], checksums: Mapping[str, list[int]]) -> li
 
 def _describe_damage(damaged: Path, checksums: Mapping[str, list[int]]) -> str:
     """Name the tensors that are damaged with a file, as far as they can be identified."""
+
+    def is_changed(key: str) -> bool:
+        try:
+            return bool(_changed(_load(damaged.parent, only=key), {key: checksums[key]}))
+        except (Exception, CheckpointException):  # noqa: BLE001
+            return True
+
     if damaged.name == ".metadata":
-        return ""  # a damaged pickle must not be loaded
-    changed = [key for key in sorted(checksums) if _is_changed(damaged.parent, key, checksums)]
+        # A damaged pickle must not be loaded.
+        return ""
+    changed = [key for key in sorted(checksums) if is_changed(key)]
     return f", in {', '.join(changed)}" if changed else ""
-
-
-def _is_changed(path: Path, key: str, checksums: Mapping[str, list[int]]) -> bool:
-    try:
-        return bool(_changed(_load(path, only=key), {key: checksums[key]}))
-    except (Exception, CheckpointException):  # noqa: BLE001 - it is damaged, however that shows
-        return True
 
 
 def _cause_of(error: BaseException) -> BaseException:

@@ -1,6 +1,6 @@
 """A rank's end of the control connection: a thread of its own, so that orders arrive while training blocks.
 
-Activity of the training thread, which others can read, and reports of reads and writes that take long.
+The activity of the training thread can be read by others, and reads and writes that take long are reported.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from chameleon_ft.clock import unix_s
@@ -56,7 +57,7 @@ from chameleon_ft.protocol.messages import (
     Welcome,
 )
 from chameleon_ft.protocol.parts import RankProcess
-from chameleon_ft.worker.communicators import Communicators, Rendezvous
+from chameleon_ft.worker.communicators.base import Communicators, Rendezvous
 from chameleon_ft.worker.communicators.store import GenerationStore
 from chameleon_ft.worker.fault_injection import FaultInjector
 
@@ -83,7 +84,7 @@ class Activity:
             os.write(descriptor, b"".join([activity_entry()] * ENTRIES))
             self._file = mmap.mmap(descriptor, ENTRIES * ENTRY_BYTES)
             faulthandler.register(STACKS_SIGNAL, file=descriptor, all_threads=True)
-        except OSError as error:  # training does not depend on it
+        except OSError as error:
             print(f"if this worker hangs, its operation will not be known: {error}", flush=True)
 
     def begin(self, doing: str) -> None:
@@ -98,14 +99,10 @@ class Activity:
     def waiting(
         self, doing: str, *, for_message: bool = False, peer: int | None = None, is_reading: bool = False
     ) -> Iterator[None]:
-        """Note that inside the block the thread waits, for another rank or for memory or disk.
+        """Note that inside the block the thread waits, for a message of another rank, for memory or disk, or reads.
 
-        After it the thread does what it did before: it computes, or waits in an outer block.
-
-        Args:
-            for_message: whether it waits for another rank.
-            peer: that rank; None if a collective does not tell.
-            is_reading: whether it reads a sample.
+        After it the thread does what it did before: it computes, or waits in an outer block. Of a message, `peer` is
+        the other rank; None if a collective does not tell.
         """
         before, _ = self._state
         self._note(
@@ -134,9 +131,7 @@ class Activity:
 class SlowIOReporter:
     """Tells the coordinator that a read or write of this rank takes long, so that it does not count as a hang.
 
-    Args:
-        send: sends to the coordinator, from any thread.
-        first_s: seconds until the first report; the next follow whenever the time has doubled.
+    The first report comes after `first_s`; the next follow whenever the time has doubled.
     """
 
     def __init__(self, activity: Activity, send: Callable[[SlowIO], None], *, first_s: float = 10.0) -> None:
@@ -167,8 +162,18 @@ Order = StartGeneration | Begin | Stop | Exit | Welcome | Refused
 """An order for the training thread."""
 
 _INTERRUPT_EVERY_S = 0.005
-_END_S = 10.0  # for the training thread to end this process after `Exit`; longer than agents wait for that
+# The training thread ends this process after `Exit` within this time; agents wait for less.
+_END_S = 10.0
 _SEND_S = 1.0
+
+
+@dataclass(slots=True)
+class _Entered:
+    """A generation whose communicators some thread of this rank uses, and how to break them."""
+
+    communicators: Communicators
+    interrupt: Callable[[], None]
+    store: GenerationStore | None = None
 
 
 class ControlClient:
@@ -178,14 +183,13 @@ class ControlClient:
     interrupts the communicators of generations that are over until they have been left, and answers probes.
 
     Attributes:
-        activity: of the training thread.
-        orders: orders in the sequence they arrived.
-        preparations: orders to prepare a generation during training, to discard it, or to move layers; likewise.
-        finishing: whether the run shall end after the current step.
-        checkpoint_request: number of the newest request for a checkpoint; 0 before the first.
-        snapshot_request: likewise for a snapshot.
-        snapshot_resolved: called by the control thread with a snapshot's step and whether it is complete, once known.
-        switch_to: the newest generation that all ranks have prepared, to begin once the current step is applied.
+        activity: The activity of the training thread.
+        orders: Orders in the sequence they arrived.
+        preparations: Orders to prepare a generation during training, to discard it, or to move layers; likewise.
+        finishing: The run shall end after the current step.
+        checkpoint_request, snapshot_request: The numbers of the newest requests; 0 before the first.
+        snapshot_resolved: The control thread calls it with a snapshot's step and whether it is complete, once known.
+        switch_to: The newest generation that all ranks have prepared, to begin once the current step is applied.
     """
 
     def __init__(
@@ -202,30 +206,31 @@ class ControlClient:
         self._hello = Hello(
             worker=worker, host=host, incarnation=incarnation, process=process, memory_bytes=memory_bytes
         )
-        self._known = 0  # newest generation of which there was an order
+        self._newest_ordered = 0
         self._was_welcomed = False
-        self._is_drained = False  # whether this rank may still be writing when it receives `Exit`
+        self._is_drained = False
         self._loop = asyncio.new_event_loop()
         self._connection = ControlConnection(
             access,
             lambda resumes, term: self._hello.model_copy(
-                update={"resumes": resumes, "known": self._known, "switch_to": self.switch_to, "term": term}
+                update={"resumes": resumes, "known": self._newest_ordered, "switch_to": self.switch_to, "term": term}
             ),
         )
-        self._interrupts: dict[int, Callable[[], None]] = {}  # by generation
-        self._communicators: dict[int, Communicators] = {}  # likewise
-        self._ended = 0  # highest generation that is known to be over, with all before it
+        # Held to enter a generation, and to note that one is over.
+        self._entering = threading.Lock()
+        self._entered: dict[int, _Entered] = {}
+        # The newest generation that is known to be over; all before it are, too.
+        self._ended = 0
         self._discarded: set[int] = set()
         self._tasks = BackgroundTasks()
         self._faults: FaultInjector | None = None
         self._early: list[Inject] = []
-        self._stores: dict[int, GenerationStore] = {}  # by generation
         self.activity = Activity()
         self.orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
         self.preparations: queue.SimpleQueue[Prepare | Migrate | Discard] = queue.SimpleQueue()
         self.finishing = False
         self.checkpoint_request = self.snapshot_request = 0
-        self.snapshot_resolved: Callable[[int, bool], None] = lambda step, is_complete: None
+        self.snapshot_resolved: Callable[..., None] = lambda step, *, is_complete: None
         self.switch_to = 0
 
     def start(self) -> None:
@@ -265,23 +270,22 @@ class ControlClient:
 
     def enter(self, generation: int, communicators: Communicators, interrupt: Callable[[], None]) -> bool:
         """Use communicators of a generation from now on, which `interrupt` breaks; False if it is over."""
-        self._communicators[generation] = communicators
-        self._interrupts[generation] = interrupt
-        # Only now look: a Stop that came before found nothing to interrupt, one that comes after will.
-        if self.is_over(generation):
-            self.leave(generation)
-            return False
+        with self._entering:
+            if self.is_over(generation):
+                self.leave(generation)
+                return False
+            prepared = self._entered.get(generation)
+            store = None if prepared is None else prepared.store
+            self._entered[generation] = _Entered(communicators, interrupt, store)
         return True
 
     def leave(self, generation: int) -> None:
         """Note that no thread uses the communicators of a generation any more."""
-        self._interrupts.pop(generation, None)
-        self._communicators.pop(generation, None)
-        self._stores.pop(generation, None)
+        self._entered.pop(generation, None)
 
     def rendezvous(self, generation: int) -> Rendezvous:
         """Return how this rank meets the others of a generation that it has entered, until it leaves it."""
-        store = self._stores[generation] = GenerationStore(generation, self.send)
+        store = self._entered[generation].store = GenerationStore(generation, self.send)
         # The token is new with every start of a run, and no number of a generation is used twice.
         key = hmac.digest(self._access.token.encode(), f"generation {generation}".encode(), "sha256")
         return Rendezvous(store.opened, key)
@@ -292,7 +296,8 @@ class ControlClient:
             self._loop.run_until_complete(self._serve())
         finally:
             # Without a coordinator this rank belongs to no run.
-            self._ended = sys.maxsize
+            with self._entering:
+                self._ended = sys.maxsize
             self.orders.put(Refused(reason="the connection to the coordinator is lost"))
             self._loop.run_until_complete(self._end())
 
@@ -307,15 +312,16 @@ class ControlClient:
     def _receive(self, message: Message) -> None:
         match message:
             case StartGeneration(generation=generation) | Stop(generation=generation) | Switch(generation=generation):
-                self._known = max(self._known, generation)
+                self._newest_ordered = max(self._newest_ordered, generation)
             case Prepare(order=order):
-                self._known = max(self._known, order.generation)
+                self._newest_ordered = max(self._newest_ordered, order.generation)
         match message:
             case Welcome() if self._was_welcomed:
-                pass  # this coordinator could not know
+                pass
             case Stop() | Exit():
                 # An Exit ends this generation, and any whose order has not arrived.
-                self._ended = message.generation - 1 if isinstance(message, Stop) else sys.maxsize
+                with self._entering:
+                    self._ended = message.generation - 1 if isinstance(message, Stop) else sys.maxsize
                 self.orders.put(message)
                 self._interrupt_over()
             case Drain():
@@ -324,12 +330,14 @@ class ControlClient:
                 self._was_welcomed = True
                 self.orders.put(message)
             case Published(generation=generation, values=values):
-                if (store := self._stores.get(generation)) is not None:
-                    store.take_in(values)
+                entered = self._entered.get(generation)
+                if entered is not None and entered.store is not None:
+                    entered.store.take_in(values)
             case Prepare() | Migrate():
                 self.preparations.put(message)
             case Discard(generation=generation):
-                self._discarded.add(generation)
+                with self._entering:
+                    self._discarded.add(generation)
                 self.preparations.put(message)
                 self._interrupt_over()
             case Finish():
@@ -339,22 +347,23 @@ class ControlClient:
             case BeginSnapshot(request=request):
                 self.snapshot_request = request
             case SnapshotResolved(step=step, is_complete=is_complete):
-                self.snapshot_resolved(step, is_complete)
+                self.snapshot_resolved(step, is_complete=is_complete)
             case Switch(generation=generation):
                 self.switch_to = generation
             case Kill():
                 self._tasks.start(self._end_hung())
             case Probe(probe=probe):
-                self._connection.send(self._position(probe))
+                unreached = tuple(
+                    (generation, *peer)
+                    for generation, each in self._entered.copy().items()
+                    for peer in each.communicators.unreached().items()
+                )
+                position = self.activity.position(probe)
+                self._connection.send(position.model_copy(update={"unreached": unreached}))
             case Inject():
                 self._inject(message)
             case _:
                 raise ControlError(f"a rank does not expect {message.type!r}")
-
-    def _position(self, probe: int) -> Position:
-        entered = self._communicators.copy().items()
-        unreached = tuple((number, *peer) for number, each in entered for peer in each.unreached().items())
-        return self.activity.position(probe).model_copy(update={"unreached": unreached})
 
     def _inject(self, message: Inject) -> None:
         if self._faults is None:
@@ -401,14 +410,14 @@ class ControlClient:
 
     async def _interrupt_until_left(self) -> None:
         # Again and again: a thread may be connecting, with sockets that do not exist yet.
-        while over := [generation for generation in tuple(self._interrupts) if self.is_over(generation)]:
-            for generation in over:
-                if (store := self._stores.get(generation)) is not None:
-                    store.end()
-                if (interrupt := self._interrupts.get(generation)) is not None:
-                    interrupt()
+        while over := [each for generation, each in self._entered.copy().items() if self.is_over(generation)]:
+            for each in over:
+                if each.store is not None:
+                    each.store.end()
+                each.interrupt()
             await asyncio.sleep(_INTERRUPT_EVERY_S)
 
 
 def _kill_this_process() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)  # which no lock of the process holds up
+    # No lock of the process holds up this signal.
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,17 +1,20 @@
-"""The device of a rank, found through `torch.accelerator` by its entry in `DEVICES` of `chameleon_ft.config`."""
+"""The device of a rank, found through `torch.accelerator` by its entry in `DEVICES`, and its communicators."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
 import platform
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import distributed
 
-from chameleon_ft.config import DEVICES, RunConfig
+from chameleon_ft.config import BACKENDS, DEVICES, RunConfig
 from chameleon_ft.errors import ConfigError
+from chameleon_ft.registry import imported
+from chameleon_ft.worker.communicators.base import Communicators
 
 
 def missing_device(config: RunConfig) -> str:
@@ -27,7 +30,7 @@ def missing_device(config: RunConfig) -> str:
         return ""
     if kind.package:
         try:
-            importlib.import_module(kind.package)  # which torch does by itself, unless told not to
+            importlib.import_module(kind.package)
         except (ImportError, OSError) as error:
             return f"the package {kind.package} is not installed, or not for torch {torch.__version__} ({error})"
     built_for = torch.accelerator.current_accelerator()
@@ -108,3 +111,16 @@ def worker_memory_bytes(config: RunConfig, device: torch.device) -> int | None:
     free, total = torch.accelerator.get_memory_info(device)
     beside_tensors = total - free - torch.accelerator.memory_reserved(device)
     return int(total // sharing - beside_tensors)
+
+
+def communicators_for(config: RunConfig, *, address: str, device: torch.device) -> Communicators:
+    """Return unopened communicators of the backend that `config` names, for a rank that others reach at `address`.
+
+    Raises:
+        ConfigError: there are none of this backend.
+    """
+    backend = BACKENDS[config.backend]
+    if backend.missing:
+        raise ConfigError(f'backend = "{config.backend}": {backend.missing}; use gloo')
+    make: Callable[..., Communicators] = imported(backend.communicators)
+    return make(config, address=address, device=device)

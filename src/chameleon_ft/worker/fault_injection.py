@@ -39,8 +39,8 @@ class FaultInjector:
         self._log = log
         self._disconnect = disconnect
         self._lock = threading.Lock()
-        self._speed = 1.0  # as a share of the usual one
-        self.link_share = 1.0  # of the bandwidth of its links
+        self._speed_share = 1.0
+        self.link_share = 1.0
         self.corrupt: Callable[[], None] = lambda: None
         self.spoil: Callable[[], None] = lambda: None
 
@@ -67,7 +67,7 @@ class FaultInjector:
 
     def fail(self, kind: FailureKind, *, phase: FailurePhase | None, step: int | None) -> None:
         """Fail at once."""
-        with contextlib.suppress(OSError):  # it fails on a full disk, too
+        with contextlib.suppress(OSError):
             self._log.append(worker=self._worker, kind=kind, phase=phase, step=step)
         match kind:
             case "kill":
@@ -81,14 +81,14 @@ class FaultInjector:
     def slow(self, kind: FailureKind, factor: float) -> None:
         """Compute at this share of the usual speed from now on, or have this share of the links' bandwidth."""
         if kind == "slow":
-            self._speed = factor
+            self._speed_share = factor
         else:
             self.link_share = factor
 
     def slow_down(self, start_s: float) -> None:
         """Return when an operation, begun at `start_s` of `time.perf_counter`, would end at the injected speed."""
-        if self._speed < 1:
-            time.sleep((time.perf_counter() - start_s) * (1 / self._speed - 1))
+        if self._speed_share < 1:
+            time.sleep((time.perf_counter() - start_s) * (1 / self._speed_share - 1))
 
 
 def failures_of_incarnation(failures: Iterable[Failure], worker: int, incarnation: int) -> list[Failure]:

@@ -12,11 +12,9 @@ from chameleon_ft.plan.shards import Sharding, SliceMove
 from chameleon_ft.protocol.messages import Discard, Migrate, Prepare, Prepared, StartGeneration
 from chameleon_ft.schedule import Operation
 from chameleon_ft.sync import Segment
-from chameleon_ft.worker.communicators import Communicators, Membership, Rendezvous
+from chameleon_ft.worker.communicators.base import Communicators, Membership, Rendezvous
 from chameleon_ft.worker.control_client import ControlClient
 from chameleon_ft.worker.execution.executor import channels_of
-from chameleon_ft.worker.execution.gradients import GradientBuffers
-from chameleon_ft.worker.execution.layers import HeldLayers
 from chameleon_ft.worker.fault_injection import FaultInjector
 from chameleon_ft.worker.state_transfer.layer_messages import Allocation, LayerAllocator
 from chameleon_ft.worker.state_transfer.migration import LayerMigration
@@ -129,8 +127,6 @@ class _TrainingGeneration:
     """A generation that trains."""
 
     generation: int
-    held: HeldLayers
-    buffers: GradientBuffers
     migration: LayerMigration
 
 
@@ -207,10 +203,10 @@ class Preparations:
             if self._ordered is not None and self._client.is_over(self._ordered.order.generation):
                 self._ordered.allocations = None
 
-    def training(self, generation: int, held: HeldLayers, buffers: GradientBuffers, migration: LayerMigration) -> None:
+    def training(self, generation: int, migration: LayerMigration) -> None:
         """Note that a generation trains: layers can move in it, and do so from now on if they are allocated."""
         with self._beginning:
-            self._training = _TrainingGeneration(generation, held, buffers, migration)
+            self._training = _TrainingGeneration(generation, migration)
             self._begin_migration()
 
     def trained(self) -> None:
@@ -301,16 +297,11 @@ class Preparations:
         if training.generation != ordered.order.generation or self._client.is_over(training.generation):
             return
         allocations, ordered.allocations = ordered.allocations, None
-        try:
-            for layer, allocation in allocations.items():
-                training.held.expect(layer, allocation.layer)
-            training.buffers.expect(training.held)
-        except Exception as error:  # noqa: BLE001 - training does not depend on it
-            ordered.migrated.set_exception(error)
-        memory = {layer: allocation.memory for layer, allocation in allocations.items()}
         # Even a rank that can receive no layer serves others.
         receives = not ordered.migrated.done()
-        training.migration.begin(ordered.order, memory=memory, migrated=ordered.migrated if receives else None)
+        training.migration.begin(
+            ordered.order, allocations=allocations, migrated=ordered.migrated if receives else None
+        )
 
     def _close(self, generation: Generation) -> None:
         """Close a generation that does not begin, and release the memory for what would have arrived in it."""

@@ -37,9 +37,7 @@ from chameleon_ft.workload import TiedParameters
 def inspection_main(pipe: int, *, config: RunConfig, workers: int) -> None:
     """Send through `pipe` the JobInfo of the job that `config` names, or the ChameleonError that explains why not.
 
-    Args:
-        pipe: a descriptor of a `multiprocessing.Pipe`.
-        workers: the number that is to run on this host, which needs devices for them.
+    `pipe` is a descriptor of a `multiprocessing.Pipe`. This host needs devices for so many workers.
     """
     found: JobInfo | ChameleonError
     try:
@@ -48,7 +46,7 @@ def inspection_main(pipe: int, *, config: RunConfig, workers: int) -> None:
         found = inspect_job(config)
     except ChameleonError as error:
         found = error
-    with contextlib.suppress(OSError):  # after an interrupt the receiver may be gone
+    with contextlib.suppress(OSError):
         Connection(pipe, readable=False).send(found)
 
 
@@ -67,7 +65,7 @@ def users_errors(config: RunConfig) -> Iterator[None]:
         raise ConfigError(f"{error}; the error is raised at {place}") from error.__cause__
     except (ChameleonError, Terminated):
         raise
-    except (Exception, SystemExit) as error:  # it may call sys.exit
+    except (Exception, SystemExit) as error:
         place = _own_place_of(error)
         where = "" if place is None else f", at {place}"
         raise ConfigError(f"job {config.job}: {type(error).__name__}: {error}{where}") from error
@@ -113,7 +111,8 @@ def _inspect_job(config: RunConfig) -> JobInfo:
         hints += more
         outputs = {"loss for the same samples and outputs": loss, **outputs}
     check_learning_rate(job)
-    samples.check()  # some time after they were read, or the clock might not have moved
+    # Some time after they were read, or the clock might not have moved.
+    samples.check()
     sizes, gradients, tied = param_bytes(job), gradient_bytes(job), tied_bytes(job)
     if not any(gradients):
         raise ConfigError(f"job {config.job}: has nothing to train; no parameter of its layers requires a gradient")

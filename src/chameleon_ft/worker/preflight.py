@@ -1,7 +1,4 @@
-"""The examination of a host before workers are started on it: devices, memory, versions, links and speeds.
-
-The memory of this host that its processes can still use.
-"""
+"""The examination of a host before workers are started on it: devices, memory, versions, links and speeds."""
 
 from __future__ import annotations
 
@@ -24,9 +21,10 @@ from chameleon_ft.protocol.messages import Examine
 from chameleon_ft.protocol.parts import HostReport
 from chameleon_ft.worker.device import device_name, require_devices
 
-_MIN_S: Final = 0.15  # of each measurement
+_MIN_MEASURED_S: Final = 0.15
 _MIN_REPETITIONS: Final = 5
-_SIZES: Final = {"cpu": (512, 32 << 20)}  # rows of a square matrix, bytes of a copy
+# By device: the rows of a square matrix, and the bytes of a copy.
+_SIZES: Final = {"cpu": (512, 32 << 20)}
 _ACCELERATOR_SIZES: Final = (4096, 256 << 20)
 _DRIVER: Final = Path("/sys/module/nvidia/version")
 _INFINIBAND: Final = Path("/sys/class/infiniband")
@@ -35,7 +33,7 @@ _INFINIBAND: Final = Path("/sys/class/infiniband")
 def examination_main(pipe: int, *, order: Examine) -> None:
     """Send through `pipe` what is found on this host; it is a descriptor of a `multiprocessing.Pipe`."""
     report = examine(order)
-    with contextlib.suppress(OSError):  # after an interrupt the receiver may be gone
+    with contextlib.suppress(OSError):
         Connection(pipe, readable=False).send(report)
 
 
@@ -57,7 +55,7 @@ def examine(order: Examine) -> HostReport:
             found = found.model_copy(update=speeds)
     except ChameleonError as error:
         found = found.model_copy(update={"problem": str(error)})
-    except RuntimeError as error:  # of torch, for a device that is broken or full
+    except RuntimeError as error:
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         found = found.model_copy(update={"problem": f"a device cannot be used: {reason}"})
     return found.model_copy(update={"clock_s": unix_s()})
@@ -103,9 +101,10 @@ def _shortest_s(device: torch.device, run: Callable[[], object]) -> float:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        run()  # allocates, and loads kernels
+        # The first run allocates, and loads kernels.
+        run()
         synchronize()
-        shortest_s, repetitions, until_s = float("inf"), 0, time.perf_counter() + _MIN_S
+        shortest_s, repetitions, until_s = float("inf"), 0, time.perf_counter() + _MIN_MEASURED_S
         while time.perf_counter() < until_s or repetitions < _MIN_REPETITIONS:
             begun_s = clock()
             run()
@@ -168,6 +167,6 @@ def _left_in_cgroups(proc: Path, cgroups: Path) -> Iterator[int]:
                 used = int((folder / "memory.current").read_text(encoding="ascii"))
                 stat = (folder / "memory.stat").read_text(encoding="ascii")
                 (cached,) = (int(line.split()[1]) for line in stat.splitlines() if line.startswith("inactive_file "))
-            except (OSError, ValueError):  # without a limit, or none that this process may read
+            except (OSError, ValueError):
                 continue
             yield max(0, limit - used + cached)

@@ -6,9 +6,9 @@ Nothing here may start a thread: a fork copies only the thread that forks.
 
 from __future__ import annotations
 
-import torch._dynamo  # by the first optimizer
+import torch._dynamo
 import torch.distributed.checkpoint
-import torch.utils.serialization.config  # by the first checkpoint
+import torch.utils.serialization.config
 
 import chameleon_ft.models.llama
 import chameleon_ft.worker.communicators.gloo

@@ -41,9 +41,10 @@ from chameleon_ft.protocol.parts import RankProcess
 from chameleon_ft.registry import EMULATION
 from chameleon_ft.storage.files import FaultLog, RunDirectory
 from chameleon_ft.storage.profiles import costs_of_run, profile_of_run
-from chameleon_ft.worker.communicators import Communicators, communicators_for
+from chameleon_ft.worker.communicators.base import Communicators
+from chameleon_ft.worker.context import RankContext
 from chameleon_ft.worker.control_client import ControlClient
-from chameleon_ft.worker.device import claim_device
+from chameleon_ft.worker.device import claim_device, communicators_for
 from chameleon_ft.worker.execution.bad_steps import describe_error
 from chameleon_ft.worker.fault_injection import FaultInjector, failures_of_incarnation
 from chameleon_ft.worker.inspection import load_examined
@@ -72,9 +73,9 @@ def rank_main(access: CoordinatorAccess, *, worker: int, host: str, local_index:
     """Join a run, train until told to stop, and return the process's exit code.
 
     Args:
-        host: address by which other ranks reach this one.
-        local_index: number of this rank on its host, which picks its accelerator.
-        incarnation: number of the worker's incarnation, from 1; 0 where only the coordinator knows it.
+        host: The address by which other ranks reach this one.
+        local_index: The number of this rank on its host, which picks its accelerator.
+        incarnation: The number of the worker's incarnation, from 1; 0 where only the coordinator knows it.
 
     Raises:
         ControlError: the coordinator cannot be joined.
@@ -95,7 +96,7 @@ def rank_main(access: CoordinatorAccess, *, worker: int, host: str, local_index:
         welcome = client.orders.get()
         if isinstance(welcome, Refused):
             print(f"worker {worker} is refused: {welcome.reason}", file=sys.stderr)
-        if not isinstance(welcome, Welcome):  # told to exit before it began
+        if not isinstance(welcome, Welcome):
             return welcome.exit_code or 1 if isinstance(welcome, Exit) else 1
         trainer = _trainer(welcome, client, worker=worker, host=host, local_index=local_index)
         client.send(Ready())
@@ -105,7 +106,7 @@ def rank_main(access: CoordinatorAccess, *, worker: int, host: str, local_index:
         if not isinstance(error, ChameleonError):
             traceback.print_exc()
         code = 1
-    with contextlib.suppress(TimeoutError, RuntimeError):  # the coordinator may be gone
+    with contextlib.suppress(TimeoutError, RuntimeError):
         client.flush()
     return code
 
@@ -120,7 +121,8 @@ def _drain_on_termination(client: ControlClient) -> None:
     def drain(number: int, _: object) -> None:
         nonlocal first_s
         now = time.monotonic()
-        if os.getpid() != own or now - first_s > SAME_SIGNAL_S:  # a process that the job has forked has no connection
+        # A process that the job has forked has no connection.
+        if os.getpid() != own or now - first_s > SAME_SIGNAL_S:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.raise_signal(signal.SIGTERM)
         elif first_s == math.inf:
@@ -129,7 +131,8 @@ def _drain_on_termination(client: ControlClient) -> None:
 
     for number in terminations():
         signal.signal(number, drain)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # the fork server has blocked it until now
+    # The fork server has blocked it until now.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
 def _trainer(welcome: Welcome, client: ControlClient, *, worker: int, host: str, local_index: int) -> Trainer:
@@ -155,19 +158,17 @@ def _trainer(welcome: Welcome, client: ControlClient, *, worker: int, host: str,
         )
         return slowed
 
-    return Trainer(
+    context = RankContext(
         worker=worker,
-        config=config,
-        run=run,
         job=replace(load_examined(config, json.loads(welcome.samples)), built_in_full=welcome.built_in_full),
         boundaries=tuple(BoundarySpec(b.shape, getattr(torch, b.dtype)) for b in welcome.boundaries),
         device=device,
-        new_communicators=new_communicators,
+        activity=client.activity,
+        faults=faults,
         pace=None if emulated is None else emulated.pace,
         stand_in_scale=None if emulated is None else emulated.scale,
-        client=client,
-        faults=faults,
     )
+    return Trainer(context, config=config, run=run, client=client, new_communicators=new_communicators)
 
 
 def _usual_links(config: RunConfig, workers: Sequence[int]) -> Cluster:
@@ -183,7 +184,7 @@ def _redirect_output(path: Path) -> None:
     sys.stderr.flush()
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    except OSError as error:  # training does not depend on it
+    except OSError as error:
         print(f"there will be no log of this worker: {error}", file=sys.stderr)
         return
     os.dup2(descriptor, 1)

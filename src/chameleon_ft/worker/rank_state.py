@@ -1,115 +1,105 @@
-"""The state that a rank trains, from generation to generation: its layers, and the steps applied to them."""
+"""The state of a rank, from generation to generation: its layers, and the steps applied to them."""
 
 from __future__ import annotations
 
 import math
 import sys
 import time
-from dataclasses import dataclass, field
-
-import torch
+from collections.abc import Collection
 
 from chameleon_ft.config import RunConfig
 from chameleon_ft.errors import ControlError
-from chameleon_ft.job import BoundarySpec, Job
 from chameleon_ft.models.optimizer import ModelOptimizer
 from chameleon_ft.plan.shards import Sharding
 from chameleon_ft.protocol.messages import Quiesced, StartGeneration, Switched
+from chameleon_ft.protocol.parts import Transition
 from chameleon_ft.storage.files import RunDirectory
 from chameleon_ft.storage.run_storage import checkpoint_storage
-from chameleon_ft.storage.stores import Storage
 from chameleon_ft.worker.checkpoint import read_layer
+from chameleon_ft.worker.context import RankContext
 from chameleon_ft.worker.control_client import ControlClient, SlowIOReporter
 from chameleon_ft.worker.execution.bad_steps import RecentSteps
 from chameleon_ft.worker.execution.commit import Committer
 from chameleon_ft.worker.execution.gather import ParameterExchange
 from chameleon_ft.worker.execution.gradients import GradientBuffers
 from chameleon_ft.worker.execution.layers import HeldLayers
-from chameleon_ft.worker.fault_injection import FaultInjector, flip_random_bit
+from chameleon_ft.worker.fault_injection import flip_random_bit
 from chameleon_ft.worker.generation import Generation
-from chameleon_ft.worker.snapshots.store import SnapshotStore
-from chameleon_ft.worker.snapshots.taker import RestoredLayers, rebuild
+from chameleon_ft.worker.mover import Mover
+from chameleon_ft.worker.snapshots import RestoredLayers, SnapshotStore, rebuild
 from chameleon_ft.worker.state_transfer.layer_messages import LayerAllocator
 from chameleon_ft.worker.state_transfer.transfer import StateTransfer
 
 
-@dataclass(kw_only=True)
 class RankState:
     """The layers of a rank and their committer, brought to the state in which a generation begins.
 
     Attributes:
-        stand_in_scale: how many bytes of the model a byte stands for, if the layers are the stand-ins of an emulated
-            device; otherwise None.
-        held: the layers; None while there is no state that counts.
-        committer: None as long as the rank takes part in no generation.
-        placed: the generation whose placement it has switched to.
-        plan: the whole plan of that generation, if the orders had it.
-        checkpoints: of the run.
-        allocator: of layers that will arrive.
-        transfer: moves layers while no rank trains.
-        slow_io: reports reads and writes of layers that take long.
-        snapshots: of this rank's layers, and backups of others'.
+        committer: It has the layers; None while there is no state that counts.
+        placed: The generation whose placement the rank has switched to.
+        plan: The whole plan of that generation, if the orders had it.
+        checkpoints: The checkpoints of the run. An object store that does not answer is waited for, because nothing can
+            be trained without them.
+        allocator: It allocates layers that will arrive.
+        transfer: It moves layers while no rank trains.
+        slow_io: It reports reads and writes of layers that take long.
+        snapshots: Snapshots of this rank's layers, and backups of others'.
     """
 
-    worker: int
-    config: RunConfig
-    run: RunDirectory
-    job: Job
-    boundaries: tuple[BoundarySpec, ...]
-    device: torch.device
-    stand_in_scale: int | None
-    client: ControlClient
-    faults: FaultInjector
-    held: HeldLayers | None = None
-    committer: Committer | None = None
-    placed: int = 0
-    plan: str = ""
-    checkpoints: Storage = field(init=False)
-    allocator: LayerAllocator = field(init=False)
-    transfer: StateTransfer = field(init=False)
-    snapshots: SnapshotStore = field(init=False)
-
-    def __post_init__(self) -> None:
-        # Nothing can be trained without this state, so an object store that does not answer is waited for.
-        self.checkpoints = checkpoint_storage(self.config, self.run, gives_up=False)
-        self._optimizer = ModelOptimizer(self.job)  # here, because no other worker waits yet
-        is_emulated = self.stand_in_scale is not None
-        self.snapshots = SnapshotStore(pins_memory=self.device.type == "cuda")
-        # The stand-ins of an emulated device are too small to be worth preallocating.
+    def __init__(self, rank: RankContext, config: RunConfig, run: RunDirectory, client: ControlClient) -> None:
+        self._rank = rank
+        self._config = config
+        self._client = client
+        # Made here, because no other worker waits yet.
+        self._optimizer = ModelOptimizer(rank.job)
+        self.committer: Committer | None = None
+        self.placed = 0
+        self.plan = ""
+        self.checkpoints = checkpoint_storage(config, run, gives_up=False)
+        self.snapshots = SnapshotStore(pins_memory=rank.device.type == "cuda")
         self.allocator = LayerAllocator(
-            self.job,
-            seed=self.config.seed,
-            device=self.device,
-            ahead=not is_emulated,
-            is_divided=self.config.parallel.owners is not None,
+            rank.job,
+            seed=config.seed,
+            device=rank.device,
+            # The stand-ins of an emulated device are too small to be worth preallocating.
+            ahead=rank.stand_in_scale is None,
+            is_divided=config.parallel.owners is not None,
         )
-        self.transfer = StateTransfer(
-            self.worker,
-            self.device,
-            allocator=self.allocator,
-            activity=self.client.activity,
-            faults=self.faults,
-            stand_ins=is_emulated,
-        )
-        self.slow_io = SlowIOReporter(self.client.activity, self.client.send)
-        self.faults.corrupt, self.faults.spoil = self._flip_bit, self._write_nan
+        self.transfer = StateTransfer(rank, self.allocator)
+        self.slow_io = SlowIOReporter(rank.activity, client.send)
+        rank.faults.corrupt, rank.faults.spoil = self._flip_bit, self._write_nan
+
+    @property
+    def trained(self) -> Committer:
+        """The committer, in a generation in which the rank has layers."""
+        assert self.committer is not None
+        return self.committer
 
     def drop(self) -> None:
         """Release all layers."""
-        self.held = self.committer = None
+        self.committer = None
 
     def report(self, generation: int) -> Quiesced:
         """Return the state after `generation`, from which another one may begin."""
-        committer = self.committer
+        if (committer := self.committer) is None:
+            return Quiesced(
+                generation=generation,
+                committed=0,
+                reduced=False,
+                last_vote=None,
+                placed=self.placed,
+                layers=(),
+                plan=self.plan,
+            )
         return Quiesced(
             generation=generation,
-            committed=0 if committer is None else committer.committed,
-            reduced=committer is not None and committer.reduced,
-            last_vote=None if committer is None else committer.last_vote,
+            committed=committer.committed,
+            reduced=committer.reduced,
+            last_vote=committer.last_vote,
             placed=self.placed,
-            layers=() if self.held is None else tuple(sorted(self.held.layers)),
-            progress=None if committer is None else committer.progress(),
-            gathered=committer is None or not committer.missing,
+            layers=tuple(sorted(committer.held.layers)),
+            progress=committer.progress(),
+            gathered=not committer.missing,
             plan=self.plan,
         )
 
@@ -120,54 +110,54 @@ class RankState:
         """
         order, transition = generation.order, generation.order.transition
         if order.rest is None and self.committer is not None:
-            self.committer.state = None  # before anything else takes memory
+            # Before anything else takes memory.
+            self.committer.state = None
         if transition is None and not generation.is_open:
-            self.allocator.drop()  # a generation that is open follows by a switch, and a later one may be prepared
-        begins_anew = not (generation.layers if transition is None else transition.keep)
-        if order.load == "snapshot":
-            self.held = self.committer = None  # see `restore`
-        elif order.load != "keep":
-            self._load(generation)
-        elif begins_anew:
-            self.held = self.committer = None  # what it may hold is outdated
-        else:
-            self._catch_up(order)
+            # A generation that is open follows by a switch, and a later one may be prepared.
+            self.allocator.drop()
+        held: HeldLayers | None = None
+        if order.load not in ("keep", "snapshot"):
+            held = self._load(generation)
+        elif order.load == "snapshot" or not (generation.layers if transition is None else transition.keep):
+            # Its state is outdated, or `restore` follows.
+            self.drop()
+        elif self.committer is not None:
+            self._catch_up(self.committer, order)
+            held = self.committer.held
         if transition is None:
-            self._switch(generation)
+            self._switch(generation, held)
             return
         # Hold until the switch only the layers that the transition keeps, and no gradients.
-        if self.held is None:
-            self.held = self._new_layers((), generation)
+        held = held or self._new_layers((), generation)
         if order.load != "snapshot":
-            self.held.keep_only(transition.keep)
+            held.keep_only(transition.keep)
         missing = frozenset[int]() if self.committer is None else self.committer.missing
-        self.committer = self._new_committer(self.held, order)
-        self.committer.missing = missing & self.held.layers
-        self.held.drop_gradients()
+        self.committer = self._new_committer(held, order)
+        self.committer.missing = missing & held.layers
+        held.drop_gradients()
         if not order.gather and order.load != "snapshot":
-            self.transfer.begin(transition, self.held)
+            self.transfer.begin(transition, held)
 
-    def _load(self, generation: Generation) -> None:
+    def _load(self, generation: Generation) -> HeldLayers:
         """Load fresh weights or a checkpoint. Raises CheckpointError."""
         order, needed = generation.order, generation.layers
-        self.held = self.committer = None  # before the new state takes memory
+        self.drop()
         with self.slow_io.waiting("loading layers", order.generation):
             if order.load == "initial":
-                self.held = self._new_layers(needed, generation)
-                return
+                return self._new_layers(needed, generation)
             assert isinstance(order.load, int)
-            self.held = self._new_layers((), generation)
+            held = self._new_layers((), generation)
             for layer in sorted(needed):
-                self.held.take_in(layer, read_layer(self.checkpoints, order.load, layer))
+                held.take_in(layer, read_layer(self.checkpoints, order.load, layer))
+            return held
 
-    def _catch_up(self, order: StartGeneration) -> None:
+    def _catch_up(self, committer: Committer, order: StartGeneration) -> None:
         """Apply the step before `order.first_step`, if this rank has not, from the gradient of its old placement."""
-        committer = self.committer
-        if committer is None or committer.committed >= order.first_step:
+        if committer.committed >= order.first_step:
             return
         if order.roll_forward is None or not committer.reduced or committer.committed + 1 < order.first_step:
             raise ControlError(
-                f"worker {self.worker} has applied {committer.committed} steps and cannot continue with "
+                f"worker {self._rank.worker} has applied {committer.committed} steps and cannot continue with "
                 f"step {order.first_step}"
             )
         committer.apply(order.roll_forward)
@@ -177,67 +167,63 @@ class RankState:
 
         Raises CheckpointError if this rank's part of the snapshot is damaged.
         """
-        order, transition = generation.order, generation.order.transition
-        if order.load != "snapshot":
+        order, transition, rank = generation.order, generation.order.transition, self._rank
+        if order.load != "snapshot" or transition is None:
             return
-        assert self.held is not None
-        assert transition is not None
-        blocks = self.snapshots.blocks(order.first_step)
-        with self.client.activity.waiting("the parts of a snapshot", for_message=True):
-            made = rebuild(self.worker, order.rebuilt, blocks, generation.communicators, scale=self.stand_in_scale or 1)
-        self.client.activity.idle("restoring layers from a snapshot")  # which may take long without being a hang
-        restored = RestoredLayers.of(transition.keep, blocks, made, self.device)
+        held, blocks = self.trained.held, self.snapshots.blocks(order.first_step)
+        with rank.activity.waiting("the parts of a snapshot", for_message=True):
+            made = rebuild(rank.worker, order.rebuilt, blocks, generation.communicators, scale=rank.stand_in_scale or 1)
+        # This may take long without being a hang.
+        rank.activity.idle("restoring layers from a snapshot")
+        restored = RestoredLayers.of(transition.keep, blocks, made, rank.device)
         for layer, state in restored.layers.items():
-            self.held.take_in(layer, state)
+            held.take_in(layer, state)
         for layer, state in restored.slices.items():
-            self.held.restore_slices(layer, state)
-        self.transfer.begin(transition, self.held)
+            held.restore_slices(layer, state)
+        self.transfer.begin(transition, held)
 
-    def gather_again(self, generation: Generation) -> None:
+    def gather_again(self, generation: Generation, mover: Mover) -> None:
         """Exchange updated parameters before anything else uses them, if a failure may have cut that short."""
         order, sharding = generation.order, generation.former_sharding
         if not order.gather or sharding is None:
             return
-        assert self.held is not None
-        assert self.committer is not None
-        self.committer.gather = self.new_gather(sharding, generation)
-        self.committer.begin_exchange(again=True)
-        with self.client.activity.waiting("parameters", for_message=True):
-            self.committer.wait_for_exchange()
-        self.committer.missing = frozenset()
+        committer = self.trained
+        committer.gather = self.new_gather(sharding, mover)
+        committer.begin_exchange(again=True)
+        with self._rank.activity.waiting("parameters", for_message=True):
+            committer.wait_for_exchange()
+        committer.missing = frozenset()
         if order.transition is not None:
-            self.transfer.begin(order.transition, self.held)
+            self.transfer.begin(order.transition, committer.held)
 
-    def new_gather(self, sharding: Sharding, generation: Generation) -> ParameterExchange:
-        assert self.held is not None
-        shards = {layer: sharding.layers[layer] for layer in self.held.layers}
-        return ParameterExchange.of(self.worker, self.held, shards, generation.communicators)
+    def new_gather(self, sharding: Sharding, mover: Mover) -> ParameterExchange:
+        """Return the exchange of this rank's layers after an update."""
+        held = self.trained.held
+        return ParameterExchange.of(
+            self._rank.worker, held, {layer: sharding.layers[layer] for layer in held.layers}, mover
+        )
 
-    def carry_out_transition(self, generation: Generation) -> None:
+    def carry_out_transition(self, generation: Generation, transition: Transition) -> None:
         """Send and receive layers while no rank trains, and switch to the new placement."""
-        order, transition = generation.order, generation.order.transition
-        assert self.held is not None
-        assert transition is not None
+        order, held = generation.order, self.trained.held
         start = time.perf_counter()
-        moves = generation.slice_moves
         moved_bytes = self.transfer.carry_out(
-            transition, self.held, generation.communicators, step=order.first_step, slices=moves
+            transition, held, generation.communicators, step=order.first_step, slices=generation.slice_moves
         )
         transfer_s = time.perf_counter() - start
-        self.faults.at("switch", order.first_step)
-        self.client.send(Switched(generation=order.generation, moved_bytes=moved_bytes, transfer_s=transfer_s))
-        self._switch(generation)
+        self._rank.faults.at("switch", order.first_step)
+        self._client.send(Switched(generation=order.generation, moved_bytes=moved_bytes, transfer_s=transfer_s))
+        self._switch(generation, held)
 
-    def _switch(self, generation: Generation) -> None:
+    def _switch(self, generation: Generation, held: HeldLayers | None) -> None:
         """Switch to the placement of a generation: hold its layers and no others."""
-        order, worker = generation.order, self.worker
+        order, worker, needed = generation.order, self._rank.worker, generation.layers
         self.placed, self.plan = order.generation, order.plan
         if worker not in order.members:
-            self.held = self.committer = None
+            self.drop()
             return
-        held, needed = self.held, generation.layers
         if held is None and not needed:
-            held = self.held = self._new_layers((), generation)
+            held = self._new_layers((), generation)
         if held is None or not held.layers >= needed:
             raise ControlError(f"worker {worker} is to keep layers that it does not hold: {sorted(needed)}")
         held.keep_only(needed)
@@ -251,10 +237,11 @@ class RankState:
 
     def _flip_bit(self) -> None:
         """Flip a random bit of the state that other holders have, too, as a fault of the memory would."""
-        if self.held is not None:
+        if self.committer is not None:
+            held = self.committer.held
             states = {
-                layer: {**self.held.replicated_state_of(layer), **self.held.owned_state_of(layer)}
-                for layer in sorted(self.held.layers)
+                layer: {**held.replicated_state_of(layer), **held.owned_state_of(layer)}
+                for layer in sorted(held.layers)
             }
             print(f"a fault was injected: {flip_random_bit(states)}", file=sys.stderr, flush=True)
 
@@ -263,30 +250,27 @@ class RankState:
         if self.committer is not None and (gradients := self.committer.buffers.of(self.committer.buffers.segments[0])):
             gradients[0][0] = math.nan
 
-    def _new_layers(self, layers: set[int] | tuple[()], generation: Generation) -> HeldLayers:
-        sharding = generation.former_sharding
+    def _new_layers(self, layers: Collection[int], generation: Generation) -> HeldLayers:
+        rank, sharding = self._rank, generation.former_sharding
         return HeldLayers(
-            self.job,
+            rank.job,
             layers,
-            seed=self.config.seed,
-            device=self.device,
-            boundaries=self.boundaries,
-            owned=None if sharding is None else sharding.owned_by(self.worker),
+            seed=self._config.seed,
+            device=rank.device,
+            boundaries=rank.boundaries,
+            owned=None if sharding is None else sharding.owned_by(rank.worker),
             optimizer=self._optimizer,
         )
 
     def _new_committer(self, held: HeldLayers, order: StartGeneration) -> Committer:
         """Return one that has applied the steps before the first of the order, and has no gradients yet."""
-        before = self.committer
+        rank, before = self._rank, self.committer
         return Committer(
-            worker=self.worker,
+            rank=rank,
             held=held,
             buffers=GradientBuffers(held, ()),
-            contributions=self.config.batch.micro_batches * self.job.num_layers,
-            clip_norm=self.job.clip_norm,
+            contributions=self._config.batch.micro_batches * rank.job.num_layers,
             committed=order.first_step,
-            activity=self.client.activity,
-            faults=self.faults,
-            recent=RecentSteps(self.config.health.spike_factor) if before is None else before.recent,
+            recent=RecentSteps(self._config.health.spike_factor) if before is None else before.recent,
             last_vote=before.last_vote if before is not None and before.committed == order.first_step else None,
         )

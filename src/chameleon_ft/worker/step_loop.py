@@ -14,8 +14,8 @@ from chameleon_ft.protocol.messages import LEFT_OUT, BadStep, CheckpointSaved, C
 from chameleon_ft.protocol.parts import Rest, Vote
 from chameleon_ft.sync import ADDS_TO_GRADIENTS
 from chameleon_ft.worker.checkpoint import CheckpointWriter
-from chameleon_ft.worker.communicators import CommunicationError
-from chameleon_ft.worker.control_client import Activity, ControlClient
+from chameleon_ft.worker.communicators.base import CommunicationError
+from chameleon_ft.worker.control_client import ControlClient
 from chameleon_ft.worker.device import wait_for_stream
 from chameleon_ft.worker.execution.bad_steps import BadStepError, Repetition, as_job_errors
 from chameleon_ft.worker.execution.commit import AppliedStep, CommitContext, Committer, ComputedStep, StateCheck, Wishes
@@ -23,7 +23,8 @@ from chameleon_ft.worker.execution.executor import Executor
 from chameleon_ft.worker.execution.reductions import Reductions
 from chameleon_ft.worker.execution.steps import StepRecorder, StepStats
 from chameleon_ft.worker.generation import Generation
-from chameleon_ft.worker.snapshots.taker import SnapshotTaker
+from chameleon_ft.worker.mover import Mover
+from chameleon_ft.worker.snapshots import SnapshotTaker
 from chameleon_ft.worker.state_transfer.migration import LayerMigration
 
 
@@ -46,25 +47,20 @@ class Outcome(Enum):
 class StepLoop:
     """Trains the steps of one generation, in the training thread of the rank.
 
-    Attributes:
-        migration: of layers that may move during the generation.
-        snapshots: that are taken in the generation; None if there are none.
-        check: of the layers of the generation between their holders.
-        first_committed: called after the first commit, when every rank has left the generation before.
+    It calls `first_committed` after the first commit, when every rank has left the generation before.
     """
 
-    worker: int
     config: RunConfig
     client: ControlClient
     generation: Generation
     committer: Committer
     executor: Executor
+    mover: Mover
     migration: LayerMigration
     snapshots: SnapshotTaker | None
     check: StateCheck
     recorder: StepRecorder
     writer: CheckpointWriter
-    activity: Activity
     first_committed: Callable[[], None]
 
     def run(self) -> Outcome:
@@ -81,25 +77,24 @@ class StepLoop:
         vote: Vote | None = None
         if order.roll_forward is not None and order.roll_forward.checkpoint:
             self._begin_checkpoint()
-        with self.check:
-            bad: BadStepError | None = None
-            if order.rest is not None:
-                try:
-                    vote = self._rest_of_step(order.rest)
-                except BadStepError as error:
-                    bad = error
+        bad: BadStepError | None = None
+        if order.rest is not None:
             try:
-                outcome = self._whole_steps(vote, bad)
-            except _EndedByBadStepError:
-                outcome = Outcome.FINISHED
-            if outcome is Outcome.FINISHED and self.config.health.check_every > 0:
-                self.committer.compare(self._commit_context())
-            return outcome
+                vote = self._rest_of_step(order.rest)
+            except BadStepError as error:
+                bad = error
+        try:
+            outcome = self._whole_steps(vote, bad)
+        except _EndedByBadStepError:
+            outcome = Outcome.FINISHED
+        if outcome is Outcome.FINISHED and self.config.health.check_every > 0:
+            self.committer.compare(self.check, self._commit_context())
+        return outcome
 
     def _whole_steps(self, vote: Vote | None, bad: BadStepError | None) -> Outcome:
         """Train after a step with this vote, if there was one, or with one that was bad; see `run`."""
         order, committer = self.generation.order, self.committer
-        with Reductions(committer.buffers, self.generation.operations, self.executor.communicators) as reductions:
+        with Reductions(committer.buffers, self.generation.operations, self.mover) as reductions:
             while committer.committed < self.config.steps and not (vote and vote.finish):
                 if vote is not None and vote.switch:
                     committer.await_parameters()
@@ -115,7 +110,7 @@ class StepLoop:
         """Copy this worker's share of the layers it holds, and have them written in the background."""
         self.committer.await_parameters()
         start = time.perf_counter()
-        with self.activity.waiting("copying layers"):
+        with self.committer.rank.activity.waiting("copying layers"):
             held = self.executor.held
             layers = {layer: held.snapshot(layer) for layer in self.generation.written_layers()}
             slices = {place: held.snapshot_of_slice(*place) for place in self.generation.written_slices()}
@@ -133,11 +128,7 @@ class StepLoop:
             return self._repeat(reductions, bad)
 
     def _compute(self, reductions: Reductions, repetition: Repetition | None = None) -> Vote:
-        """Run, commit, report and record a step; return its vote.
-
-        Args:
-            repetition: if the step is computed again.
-        """
+        """Run, commit, report and record a step, which may be computed again; return its vote."""
         order, step = self.generation.order, self.committer.committed
         start_s, start_unix_s = time.perf_counter(), unix_s()
         state = self.committer.begin()
@@ -207,25 +198,25 @@ class StepLoop:
     def _rest_of_step(self, rest: Rest) -> Vote:
         """Run the rest of the step that was interrupted, commit and report it; return its vote."""
         start_s, start_unix_s = time.perf_counter(), unix_s()
-        committer, buffers = self.committer, self.committer.buffers
+        committer, buffers, worker = self.committer, self.committer.buffers, self.committer.rank.worker
         committer.reduced = False
         state = committer.state or committer.begin()
         self._begin_check()
         operations, sources = rest.unpack_operations(), dict(rest.sources)
         reduced = {key for segment in buffers.segments if len(segment.holders) > 1 for key in segment.keys}
         if twice := reduced & buffers.totals - sources.keys():
-            raise ControlError(f"worker {self.worker} holds the sums of {sorted(twice)}, which would be summed again")
+            raise ControlError(f"worker {worker} holds the sums of {sorted(twice)}, which would be summed again")
         added_to = {layer for o in operations if o.kind in ADDS_TO_GRADIENTS for layer in o.layers}
-        zeros = {key for key, source in sources.items() if source != self.worker}
+        zeros = {key for key, source in sources.items() if source != worker}
         with (
             self.recorder.noting_interruption(state, generation=self.generation.number),
-            Reductions(buffers, operations, self.executor.communicators, zeros=zeros) as reductions,
+            Reductions(buffers, operations, self.mover, zeros=zeros) as reductions,
         ):
             with as_job_errors(), buffers.protecting(key for key in buffers.totals if not added_to.isdisjoint(key)):
                 stats = self.executor.resume(
                     state,
                     operations,
-                    resends=[resend for resend in rest.resends if resend[-1] != self.worker],
+                    resends=[resend for resend in rest.resends if resend[-1] != worker],
                     resent_gradients=rest.resent_gradients,
                     counted=rest.counted,
                     after=self._after(reductions),
@@ -237,7 +228,7 @@ class StepLoop:
                 for (layer, *others), source in sources.items()
                 if not others and all(tied in sources for tied in ties if layer in tied)
             }
-            own = sum(source == self.worker for source in known.values())
+            own = sum(source == worker for source in known.values())
             contributions = state.contributions(known) + own * self.config.batch.micro_batches
             computed = ComputedStep(stats=stats, reductions=reductions, contributions=contributions)
             vote = self._commit(computed, start_s=start_s)
@@ -251,6 +242,7 @@ class StepLoop:
 
         def after(count: int) -> None:
             reductions.after(count)
+            self.mover.carry_out_deliveries()
             # Operations without a message would run on, while all other workers wait for this one.
             if self.client.is_over(self.generation.number):
                 raise CommunicationError(None, "the generation is over")
@@ -259,7 +251,7 @@ class StepLoop:
 
     def _commit_context(self) -> CommitContext:
         return CommitContext(
-            communicators=self.executor.communicators,
+            communicators=self.mover.communicators,
             members=self.generation.order.members,
             migration=self.migration,
             snapshots=self.snapshots,
@@ -282,10 +274,12 @@ class StepLoop:
             if self.migration.has_shadow_holders:
                 self.committer.await_parameters(migration=self.migration)
         except CommunicationError:
-            self._report_committed(applied, stats, start_s=start_s)  # it is, and perhaps on no other worker
+            # The step is committed, and perhaps no other worker knows.
+            self._report_committed(applied, stats, start_s=start_s)
             raise
         self.migration.resume()
-        wait_for_stream(self.executor.device)  # or the next step would have the time of the update
+        # Or the next step would have the time of the update.
+        wait_for_stream(self.executor.rank.device)
         stats.end_s = time.perf_counter()
         self._committed(applied, stats, request=request, start_s=start_s)
         return applied.vote
@@ -311,7 +305,7 @@ class StepLoop:
         if applied.vote.checkpoint and not applied.vote.finish:
             self.writer.answered = request
             self._begin_checkpoint()
-        elif self.writer.left_out == self.committer.committed and not applied.vote.finish:  # the last one is written
+        elif self.writer.left_out == self.committer.committed and not applied.vote.finish:
             self._leave_out_checkpoint()
         if self.snapshots is not None and applied.vote.takes_snapshot:
             self.snapshots.begin(self.committer.committed, request=self.client.snapshot_request)
@@ -339,7 +333,7 @@ class StepLoop:
         return self.writer.votes_for(step, is_due=is_due, request=request)
 
     def _begin_checkpoint(self) -> None:
-        if self.writer.is_busy:  # with a step that is rolled forward
+        if self.writer.is_busy:
             self._leave_out_checkpoint()
         else:
             self.submit_checkpoint()

@@ -1,8 +1,6 @@
-"""The interface of a communication library to the rest of the runtime.
+"""The interface of a communication library to the rest of the runtime, with the tags of all messages.
 
-Votes by messages between single ranks, where the collectives of a library are slow for a few numbers.
-
-The tags of all messages between two workers: those of one tag arrive in the order they were sent.
+Votes go by messages between single ranks, because the collectives of a library are slow for a few numbers.
 """
 
 from __future__ import annotations
@@ -190,12 +188,8 @@ class TreeVote:
     the all-reduce of gloo, which is a ring, each rank sends more than 2 (n - 1) messages one after the other. The order
     of the additions depends on `group` alone. A rank contributes once it waits.
 
-    Keep the object until the next vote is complete, because messages may still be on their way.
-
-    Args:
-        ballot: of this rank, of shape [numbers], in host memory; the total replaces it.
-        group: workers of all ranks, ascending.
-        communicators: carry the messages, which have a tag of their own.
+    Keep the object until the next vote is complete, because messages may still be on their way. The ballot of this
+    rank, of shape [numbers], is in host memory, and the total replaces it. The workers of `group` are ascending.
     """
 
     def __init__(self, ballot: Tensor, *, worker: int, group: tuple[int, ...], communicators: Communicators) -> None:

@@ -1,13 +1,10 @@
 """Communicators over gloo: TCP between processes, on any machine.
 
-Ends the TCP connections of a communication library from outside it.
-
 On torch 2.13, neither `abort` nor `shutdown` of a gloo process group wakes a thread that waits in it; shutting down
 its sockets does, within milliseconds. The library does not expose its sockets, so this file finds them by what appears
-in /proc/self/fd while it connects, and by the addresses that its members have published.
-
-It also asks the kernel whether the other ends still acknowledge anything: a network may drop all packets between two
-hosts that both reach the coordinator.
+in /proc/self/fd while it connects, and by the addresses that its members have published. It also asks the kernel
+whether the other ends still acknowledge anything: a network may drop all packets between two hosts that both reach the
+coordinator.
 """
 
 from __future__ import annotations
@@ -38,13 +35,16 @@ from chameleon_ft.worker.communicators.base import CommunicationError, InFlight,
 from chameleon_ft.worker.communicators.store import GenerationStore
 
 _DESCRIPTORS = Path("/proc/self/fd")
-ADDRESS_BYTES: Final = 256  # at the beginning of a value that gloo publishes, which have the address
-_KEEPALIVE_S: Final = 2  # an idle connection is probed after this
-_CONNECTIONS_PER_S: Final = 200  # that are probed; with more, each is probed less often
-_MAX_PROBES: Final = 127  # as many as the kernel allows: the coordinator decides when a connection is given up
-_SYN_SENT: Final = "02"  # in /proc/net/tcp
-_UNANSWERED: Final = 3  # attempts to connect, seconds apart, after which one counts as silent
-_LAST_ACK_RECV: Final = 56  # place of that field of `struct tcp_info`, in milliseconds ago
+# Gloo publishes values that begin with an address, which this many bytes contain.
+ADDRESS_BYTES: Final = 256
+_KEEPALIVE_S: Final = 2
+_PROBED_CONNECTIONS_PER_S: Final = 200
+# As many as the kernel allows: the coordinator decides when a connection is given up.
+_MAX_PROBES: Final = 127
+# In /proc/net/tcp.
+_SYN_SENT: Final = "02"
+_UNANSWERED_ATTEMPTS: Final = 3
+_LAST_ACK_RECV_OFFSET: Final = 56
 
 
 class SocketTracker:
@@ -60,7 +60,7 @@ class SocketTracker:
         self._published: Callable[[], Sequence[bytes]] | None = None
         self._before: set[int] | None = None
         self._settled: list[socket.socket] = []
-        self._probed_s = _KEEPALIVE_S  # after so long without data
+        self._probed_s = _KEEPALIVE_S
 
     def start(self) -> None:
         """Track every connection from now on."""
@@ -68,11 +68,7 @@ class SocketTracker:
             self._before = {inode for _, inode in _open_sockets()}
 
     def narrow(self, published: Callable[[], Sequence[bytes]]) -> None:
-        """Track only connections of which one end is an address at which a member listens.
-
-        Args:
-            published: returns what the members have published so far, with these addresses.
-        """
+        """Track only connections of which one end is an address that a member listens at, and has published."""
         self._published = published
 
     def settle(self) -> None:
@@ -81,7 +77,7 @@ class SocketTracker:
             # A duplicate names the connection itself, whatever becomes of the library's descriptor.
             self._settled = list(self._new_connections())
             self._before = None
-            self._probed_s = max(_KEEPALIVE_S, len(self._settled) // _CONNECTIONS_PER_S)
+            self._probed_s = max(_KEEPALIVE_S, len(self._settled) // _PROBED_CONNECTIONS_PER_S)
             for connection in self._settled:
                 _keep_alive(connection, self._probed_s)
 
@@ -89,7 +85,7 @@ class SocketTracker:
         """End the tracked connections. Called from any thread, also before `settle`."""
         with self._lock:
             for connection in self._connections():
-                with contextlib.suppress(OSError):  # not connected yet, or not any more
+                with contextlib.suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
 
     def silences(self) -> list[tuple[bytes, float]]:
@@ -107,7 +103,7 @@ class SocketTracker:
     def unanswered(self) -> list[bytes]:
         """Return the other ends of the connections that this process tries to make, and that are not answered."""
         own = {inode for _, inode in _open_sockets()}
-        return [end for end, attempts, inode in _connecting() if attempts >= _UNANSWERED and inode in own]
+        return [end for end, attempts, inode in _connecting() if attempts >= _UNANSWERED_ATTEMPTS and inode in own]
 
     def close(self) -> None:
         """End the tracked connections and forget them."""
@@ -136,7 +132,7 @@ class SocketTracker:
             try:
                 connection = socket.socket(fileno=os.dup(descriptor))
             except OSError:
-                continue  # closed since it was listed
+                continue
             if (
                 connection.family in (socket.AF_INET, socket.AF_INET6)
                 and connection.type == socket.SOCK_STREAM
@@ -151,7 +147,7 @@ class SocketTracker:
 def _ends_of(connection: socket.socket) -> Iterator[bytes]:
     """Yield the port and the address of both ends, as `struct sockaddr_in` and `sockaddr_in6` have them."""
     for end in (connection.getsockname, connection.getpeername):
-        with contextlib.suppress(OSError):  # not connected yet, or not any more
+        with contextlib.suppress(OSError):
             host, port, *others = end()
             flow = struct.pack(">I", others[0]) if others else b""
             yield struct.pack(">H", port) + flow + socket.inet_pton(connection.family, host.partition("%")[0])
@@ -174,8 +170,8 @@ def _both_ends(connection: socket.socket) -> Iterator[tuple[bytes, bytes]]:
 
 def _unanswered_s(connection: socket.socket) -> float:
     """Return the seconds since the other end has acknowledged anything."""
-    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_ACK_RECV + 4)
-    return int.from_bytes(info[_LAST_ACK_RECV:], sys.byteorder) / 1e3
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_ACK_RECV_OFFSET + 4)
+    return int.from_bytes(info[_LAST_ACK_RECV_OFFSET:], sys.byteorder) / 1e3
 
 
 def _connecting() -> Iterator[tuple[bytes, int, int]]:
@@ -203,8 +199,9 @@ def _open_sockets() -> Iterator[tuple[int, int]]:
 _Group = Any  # torch's stubs of a backend leave out send, recv and allreduce
 
 _POLL_S = 0.01
-_SILENT_S = 1.0  # longer than an answer takes
-_CALL_OFF_AFTER_S = 0.05  # an operation that ends with its connection ends within milliseconds of it
+_SILENT_S = 1.0
+# An operation that ends with its connection ends within milliseconds of it.
+_CALL_OFF_AFTER_S = 0.05
 
 
 class GlooCommunicators:
@@ -221,18 +218,21 @@ class GlooCommunicators:
         self._sockets = SocketTracker()
         self._interrupted_at: float | None = None
         self._lock = threading.Lock()
-        self._waiters: dict[int, Waiter] = {}  # by the thread that waits
+        self._waiter_of_thread: dict[int, Waiter] = {}
         self._groups: dict[tuple[int, ...], _Group] = {}
         self._reductions: list[Work] = []
         self._worker = -1
         self._world: tuple[int, ...] = ()
-        self._store: Store | None = None  # a store in Python must outlive the groups
-        self._addresses: Callable[[], Mapping[int, bytes]] = dict  # of the others, by their number in the world
-        self._ports: Sequence[int] = ()  # from which they have connected with this worker, likewise
+        # A store in Python must outlive the groups.
+        self._store: Store | None = None
+        # By number in the world: addresses of the others, and ports from which they have connected with this worker.
+        self._addresses: Callable[[], Mapping[int, bytes]] = dict
+        self._ports: Sequence[int] = ()
         self._opening_at_s = 0.0
         self._forming: threading.Thread | None = None
-        self._error: CommunicationError | None = None  # with which it ended
-        self._votes: deque[TreeVote] = deque(maxlen=2)  # once the last is complete, all messages of the one before are
+        self._error: CommunicationError | None = None
+        # Once the last vote is complete, all messages of the one before are.
+        self._votes: deque[TreeVote] = deque(maxlen=2)
 
     @classmethod
     def of_rank(cls, config: RunConfig, *, address: str, device: torch.device) -> Self:
@@ -306,7 +306,7 @@ class GlooCommunicators:
         self._sockets.shut_down()
         if now - self._interrupted_at > _CALL_OFF_AFTER_S:
             with self._lock:
-                for waiter in self._waiters.values():
+                for waiter in self._waiter_of_thread.values():
                     waiter.cancel()
 
     def close(self) -> None:
@@ -316,10 +316,11 @@ class GlooCommunicators:
         # First the connections, so that the groups' destructors find nothing to wait for.
         self._sockets.close()
         with self._lock:
-            waiters, self._waiters = tuple(self._waiters.values()), {}
+            waiters, self._waiter_of_thread = tuple(self._waiter_of_thread.values()), {}
         for waiter in waiters:
             waiter.stop()
-        self._votes.clear()  # a live message keeps the group's sockets open after the group is gone
+        # A live message keeps the group's sockets open after the group is gone.
+        self._votes.clear()
         leftover = _Leftover(self._groups, self._reductions, waiters)
         self._groups, self._reductions = {}, []
         if not leftover.at_rest(within_s=_CALL_OFF_AFTER_S):
@@ -393,9 +394,9 @@ class GlooCommunicators:
     def _wait(self, work: _Waitable) -> None:
         """Wait in the calling thread, in a way that `interrupt` can cancel."""
         with self._lock:
-            waiter = self._waiters.get(threading.get_ident())
+            waiter = self._waiter_of_thread.get(threading.get_ident())
             if waiter is None:
-                waiter = self._waiters[threading.get_ident()] = Waiter()
+                waiter = self._waiter_of_thread[threading.get_ident()] = Waiter()
         waiter.wait(work)
 
     def _raise_if_interrupted(self) -> None:
@@ -536,20 +537,21 @@ class Waiter:
 
     def __init__(self) -> None:
         self._tickets: SimpleQueue[_Ticket | None] = SimpleQueue()
-        self._current: _Ticket | None = None
-        self._cancelled = False
+        self._lock = threading.Lock()
+        self._newest: _Ticket | None = None
+        self._is_cancelled = False
         self._thread = threading.Thread(target=self._work, name="gloo-waiter", daemon=True)
         self._thread.start()
 
     def wait(self, work: _Waitable) -> None:
         """Block until `work` is done. Raises its error, or WaitCancelledError."""
         ticket = _Ticket(work)
-        self._current = ticket
-        if self._cancelled:  # read after `_current` is set; `cancel` sets and reads in the opposite order
-            raise WaitCancelledError("the wait was cancelled")
+        with self._lock:
+            if self._is_cancelled:
+                raise WaitCancelledError("the wait was cancelled")
+            self._newest = ticket
         self._tickets.put(ticket)
         ticket.settled.acquire()
-        self._current = None
         if ticket.error is not None:
             raise ticket.error
         if not ticket.finished:
@@ -557,9 +559,10 @@ class Waiter:
 
     def cancel(self) -> None:
         """End the current wait, and every later one, at once. Called from any thread."""
-        self._cancelled = True
-        if (ticket := self._current) is not None:
-            ticket.settled.release()
+        with self._lock:
+            self._is_cancelled = True
+            if self._newest is not None:
+                self._newest.settled.release()
 
     def stop(self) -> None:
         """Have the thread end as soon as it wakes."""
@@ -577,7 +580,8 @@ class Waiter:
                 ticket.work.wait()
                 ticket.finished = True
             except BaseException as error:  # noqa: BLE001
-                ticket.error = error.with_traceback(None)  # a traceback would keep the operation alive
+                # A traceback would keep the operation alive.
+                ticket.error = error.with_traceback(None)
             ticket.work = None
             ticket.settled.release()
             del ticket

@@ -39,14 +39,16 @@ class NcclCommunicators:
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
         os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] = str(round(timeouts.rendezvous_s))
         self._timeouts = timeouts
-        self._device = device  # any thread may open them, and each has a current device of its own
+        # Any thread may open them, and each has a current device of its own.
+        self._device = device
         self._interrupted = threading.Event()
         self._lock = threading.Lock()
         self._all: list[_Group] = []
         self._groups: dict[tuple[int, ...], _Group] = {}
         self._channels: dict[Channel, _Group] = {}
         self._worker = -1
-        self._store: c10d.Store | None = None  # a store in Python must outlive the groups
+        # A store in Python must outlive the groups.
+        self._store: c10d.Store | None = None
         self._watching = torch.cuda.Stream(self._device)
 
     @classmethod

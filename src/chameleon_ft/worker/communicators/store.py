@@ -31,10 +31,8 @@ _ASK_AFTER_S = 1.0
 class GenerationStore(Store):
     """The store of one generation, on a rank: what it looks up or publishes goes over the control connection.
 
-    Torch calls it from the threads that form groups, the control thread calls `take_in` and `end`.
-
-    Args:
-        send: hands a message to the control connection; called from any thread.
+    Torch calls it from the threads that form groups, the control thread calls `take_in` and `end`. Any thread may hand
+    a message to the control connection by `send`.
     """
 
     def __init__(self, generation: int, send: Callable[[Message], None]) -> None:
@@ -44,7 +42,7 @@ class GenerationStore(Store):
         self._timeout = _TIMEOUT
         self._values: dict[str, bytes] = {}
         self._own: list[bytes] = []
-        self._members: dict[str, int] = {}  # of groups, by their prefix
+        self._members_of_prefix: dict[str, int] = {}
         self._is_over = False
         self._changed = threading.Condition()
 
@@ -58,7 +56,7 @@ class GenerationStore(Store):
 
         Gloo publishes a single one, in a folder of that prefix.
         """
-        self._members[prefix] = members
+        self._members_of_prefix[prefix] = members
 
     def take_in(self, values: Iterable[tuple[str, str]]) -> None:
         """Take in values that were looked up, and others beside them."""
@@ -113,13 +111,15 @@ class GenerationStore(Store):
                     if time.monotonic() >= asks_s:
                         self._send(LookUp(generation=self._generation, key=key))
                         asks_s = math.inf
-                        continue  # the answer may be there already
+                        continue
                     until_s = min(asks_s, deadline)
                     if not self._changed.wait(max(0.0, until_s - time.monotonic())) and until_s == deadline:
                         raise RuntimeError(f"no member has published {key} in time")
 
     def _members_of(self, key: str) -> int | None:
-        return next((members for prefix, members in self._members.items() if key.startswith(f"{prefix}/")), None)
+        return next(
+            (members for prefix, members in self._members_of_prefix.items() if key.startswith(f"{prefix}/")), None
+        )
 
 
 @contextmanager
@@ -178,7 +178,8 @@ def _without_name_server() -> Iterator[None]:
     library = ctypes.CDLL(None)
     try:
         state_of_thread, initialize = library.__res_state, library.__res_init
-    except AttributeError:  # another C library than glibc: its lookups take the time they take
+    except AttributeError:
+        # With another C library than glibc, lookups take the time they take.
         yield
         return
     initialize()

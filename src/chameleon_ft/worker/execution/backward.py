@@ -1,4 +1,6 @@
-"""A backward in halves: I, the gradient of the input of some layers, and W, the gradients of their parameters.
+"""The activations that a worker saves from the forward of a hop to its backward, and the backward, whole or in halves.
+
+The halves are I, the gradient of the input of some layers, and W, the gradients of their parameters.
 
 I runs the nodes of autograd's graph on the paths from the output to the input. W starts at those of them at which paths
 to parameters branch off, with the gradients that I has found there (Qi et al., "Zero Bubble Pipeline Parallelism",
@@ -11,8 +13,6 @@ to parameters branch off, with the gradients that I has found there (Qi et al., 
 
 Where that holds for all parameters, and where a graph does not run in parts, as with functions of torch.compile and
 reentrant checkpoints between output and input, I is the whole backward.
-
-Activations that a worker saves from the forward of a hop to its backward, and the backward, whole or in halves.
 """
 
 from __future__ import annotations
@@ -85,18 +85,15 @@ def input_gradient(
             gradient, *found = torch.autograd.grad(
                 [output], [boundary, *at_once], [output_gradient], retain_graph=True, allow_unused=True
             )
-    except RuntimeError:  # a part of the graph runs as a whole only
+    except RuntimeError:
+        # A part of the graph runs as a whole only.
         return _both_at_once(whole, boundary, parameters)
     return gradient, partial(_run_weight_half, list(starts.values()), at_once, found)
 
 
 @dataclass(slots=True)
 class _Start:
-    """A node at which W starts, with the parameters whose gradients it finds from there.
-
-    Attributes:
-        gradients: those of the node's outputs, from I.
-    """
+    """A node at which W starts to find gradients of parameters, with the gradients of its outputs from I."""
 
     node: Node
     parameters: list[nn.Parameter] = field(default_factory=list)
@@ -180,10 +177,12 @@ def _run_weight_half(
 ) -> None:
     """Run W from its starts, and add the gradients that I has found."""
     for parameter, gradient in zip(parameters, found, strict=True):
-        if gradient is not None:  # which may share its memory with another gradient
+        # The memory of a gradient may be that of another one.
+        if gradient is not None:
             parameter.grad = gradient.clone() if parameter.grad is None else parameter.grad.add_(gradient)
     found.clear()
-    while starts:  # each keeps the graph below it, until it has run
+    # Each keeps the graph below it, until it has run.
+    while starts:
         starts.pop().run()
 
 
@@ -243,7 +242,8 @@ class SavedActivations:
             with naming_layer(part.layers, part.ends):
                 whole_backward(self._output(part), gradient)
             gradient = part.boundary.grad
-            if gradient is None:  # the layers below do not contribute to the loss
+            # The layers below may not contribute to the loss.
+            if gradient is None:
                 self._parts.clear()
         return gradient
 

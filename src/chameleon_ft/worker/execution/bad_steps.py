@@ -1,10 +1,8 @@
-"""Steps whose loss or gradient is not finite, or far above those before: how they are noticed, and where they begin.
+"""Steps whose loss or gradient is not finite, or far above those before; and errors of the job's own code in a step.
 
 A bad step is computed once more. A fault of the hardware does not come again; then the workers are named whose
 contributions have changed. Otherwise the data or the model are at fault; then the operations are named in which the
 first values that are not finite appeared.
-
-Errors that the job's own code raises in a step: its layers, its loss, its data set.
 """
 
 from __future__ import annotations
@@ -26,12 +24,13 @@ from chameleon_ft.errors import ChameleonError, ControlError
 from chameleon_ft.events.evidence import place_of
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.protocol.parts import Vote
-from chameleon_ft.worker.communicators import CommunicationError
+from chameleon_ft.worker.communicators.base import CommunicationError
 
 _REMEMBERED: Final = 64
-_LEAST: Final = 16  # steps that a bound needs
-_DEVIATION: Final = 1.4826  # of a normal distribution, over its median absolute deviation
-_MIN_DEVIATION: Final = 0.01  # relative to the median
+_MIN_REMEMBERED: Final = 16
+# The standard deviation of a normal distribution, over its median absolute deviation.
+_DEVIATION: Final = 1.4826
+_MIN_RELATIVE_DEVIATION: Final = 0.01
 
 Contributions = Mapping[str, float]
 """Sums of a worker's own contributions to the loss and to the gradients, by their place."""
@@ -41,13 +40,7 @@ Origin = tuple[int, int, int, str]
 
 
 class BadStepError(ChameleonError):
-    """The loss or the gradient of a step is bad. All workers find the same, and none has changed anything.
-
-    Attributes:
-        vote: of the step.
-        why: "the loss is nan".
-        contributions: of this worker.
-    """
+    """The loss or the gradient of a step is bad, because `why`. All workers find it, and none has changed anything."""
 
     def __init__(self, vote: Vote, why: str, contributions: Contributions) -> None:
         self.vote = vote
@@ -92,7 +85,7 @@ class RecentSteps:
         """Return this worker's part of the vote."""
         if not self.factor:
             return []
-        if len(self.known) < _LEAST:
+        if len(self.known) < _MIN_REMEMBERED:
             return [0.0, 0.0, 0.0]
         return [*(self._bound(values) for values in zip(*self.known, strict=True)), 1.0]
 
@@ -111,21 +104,20 @@ class RecentSteps:
     def _bound(self, values: Sequence[float]) -> float:
         median = statistics.median(values)
         deviation = _DEVIATION * statistics.median(abs(value - median) for value in values)
-        return median + self.factor * max(deviation, _MIN_DEVIATION * abs(median))
+        return median + self.factor * max(deviation, _MIN_RELATIVE_DEVIATION * abs(median))
 
 
 @dataclass(slots=True)
 class Repetition:
     """A bad step that is computed again: finds the operations that make values that are not finite from finite ones.
 
-    Attributes:
-        contributions: those of this worker, once they are complete.
+    It gets the contributions of this worker once they are complete.
     """
 
     contributions: Contributions = field(default_factory=dict)
     found: list[Origin] = field(default_factory=list)
-    _spoilt: set[int] = field(default_factory=set)  # micro-batches with a forward that was not finite
-    _layers: set[int] = field(default_factory=set)  # layers whose gradients are not finite
+    _spoilt_micro_batches: set[int] = field(default_factory=set)
+    _spoilt_layers: set[int] = field(default_factory=set)
 
     def forward(
         self, micro_batch: int, layers: LayerRange, *, data: Iterable[Tensor], received: Tensor | None, result: Tensor
@@ -133,7 +125,7 @@ class Repetition:
         """Look at a forward: the data that it used, the activation that came in, and its result."""
         if all_finite(result):
             return
-        self._spoilt.add(micro_batch)
+        self._spoilt_micro_batches.add(micro_batch)
         if not all(map(all_finite, data)):
             self.found.append((micro_batch, layers.start, layers.stop, "data"))
         elif received is None or all_finite(received):
@@ -150,9 +142,9 @@ class Repetition:
     ) -> None:
         """Look at a backward: the gradient that came in, the one that is passed on, and those of its layers."""
         spoilt = {layer for layer, own in gradients.items() if not all(map(all_finite, own))}
-        is_new = not spoilt <= self._layers or (result is not None and not all_finite(result))
-        self._layers |= spoilt
-        if is_new and micro_batch not in self._spoilt and (received is None or all_finite(received)):
+        is_new = not spoilt <= self._spoilt_layers or (result is not None and not all_finite(result))
+        self._spoilt_layers |= spoilt
+        if is_new and micro_batch not in self._spoilt_micro_batches and (received is None or all_finite(received)):
             self.found.append((micro_batch, layers.start, layers.stop, "backward"))
 
 

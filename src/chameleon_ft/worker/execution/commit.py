@@ -1,14 +1,13 @@
-"""The commit of a step: reduce the gradients, vote, apply the update.
+"""The commit of a step: reduce the gradients, compare the states of holders, vote, apply the update.
 
 Reductions start while the program still runs (see `reductions`), and the commit waits for the rest. The vote is one sum
 over all workers of the generation. It completes on any worker only if every worker has contributed to it,
 and a worker contributes only once it holds all its reduced gradients. So once any worker has applied a step, all others
 can.
 
-The comparison of layers between their holders: after the same updates, their states have to be equal, bit by bit.
-
-A checksum of each layer is computed beside the operations of a step, during which its state does not change, and
-travels in the step's vote. So the comparison costs no message of its own, and all workers see the same result.
+After the same updates, the states of a layer's holders have to be equal, bit by bit. A checksum of each layer is
+computed beside the operations of a step, during which its state does not change, and travels in the step's vote. So the
+comparison costs no message of its own, and all workers see the same result.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple, Self
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -30,8 +29,8 @@ from chameleon_ft.errors import ChameleonError, ControlError
 from chameleon_ft.plan.shards import Sharding
 from chameleon_ft.protocol.parts import Progress, Vote
 from chameleon_ft.sync import Segment
-from chameleon_ft.worker.communicators import CommunicationError, Communicators
-from chameleon_ft.worker.control_client import Activity
+from chameleon_ft.worker.communicators.base import CommunicationError, Communicators
+from chameleon_ft.worker.context import RankContext
 from chameleon_ft.worker.device import side_stream
 from chameleon_ft.worker.execution.bad_steps import BadStepError, Contributions, JobError, RecentSteps, Repetition
 from chameleon_ft.worker.execution.gather import ParameterExchange
@@ -40,12 +39,13 @@ from chameleon_ft.worker.execution.layers import HeldLayers
 from chameleon_ft.worker.execution.optimizer import Range
 from chameleon_ft.worker.execution.reductions import Reductions
 from chameleon_ft.worker.execution.steps import StepState, StepStats
-from chameleon_ft.worker.fault_injection import FaultInjector
-from chameleon_ft.worker.snapshots.taker import SnapshotTaker
+from chameleon_ft.worker.mover import Mover
+from chameleon_ft.worker.snapshots import SnapshotTaker
 from chameleon_ft.worker.state_transfer.layer_messages import layer_checksums
 from chameleon_ft.worker.state_transfer.migration import LayerMigration
 
-_BITS: Final = 52  # a number of the vote is a float64, which has no more
+# A number of the vote is a float64, which has no more bits.
+_BITS: Final = 52
 _SHIFT: Final = 64 - _BITS
 
 
@@ -70,7 +70,7 @@ class _Slot(NamedTuple):
 
 
 class StateCheck:
-    """Compares the layers of a generation between their holders; use as a context manager.
+    """Compares the layers of a generation between their holders.
 
     A layer with a single holder is not compared, and neither is one that a worker has not held since the beginning of
     the step. Slices of optimizer state are compared between their owners.
@@ -78,36 +78,29 @@ class StateCheck:
 
     def __init__(
         self,
-        worker: int,
+        rank: RankContext,
         held: HeldLayers,
         segments: Sequence[Segment],
         *,
-        device: torch.device,
+        mover: Mover,
         sharding: Sharding | None = None,
     ) -> None:
-        self._worker = worker
+        self._rank = rank
         self._held = held
-        self._device = device
+        self._mover = mover
         shared = [segment for segment in segments if not segment.tied and len(segment.holders) > 1]
         self._slots = [_Slot(layer, holder) for each in shared for layer in each.layers for holder in each.holders]
         for layer, own in enumerate(() if sharding is None else sharding.layers):
             slices = [each for each in own.slices if len(each.owners) > 1]
             self._slots += [_Slot(layer, owner, (each.start, each.stop)) for each in slices for owner in each.owners]
-        self._stream = side_stream(device)
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix="state-check")
-        self._checksums: dict[_Slot, Future[int]] | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._stream = side_stream(rank.device)
+        self._checksums: Future[dict[_Slot, int]] | None = None
 
     def begin(self) -> None:
         """Begin to compute the checksums of the layers held, whose state is constant until the next update."""
-        own = [slot for slot in self._slots if slot.holder == self._worker and slot.layer in self._held.layers]
+        own = [slot for slot in self._slots if slot.holder == self._rank.worker and slot.layer in self._held.layers]
         updated = None if self._stream is None else torch.accelerator.current_stream().record_event()
-        self._checksums = {slot: self._threads.submit(self._checksum, slot, updated) for slot in own}
+        self._checksums = self._mover.start(self._checksums_of, own, updated)
 
     def ballot(self) -> list[float]:
         """Return this worker's part of the vote: a number for each holder of each layer, zero except its own.
@@ -116,7 +109,7 @@ class StateCheck:
         """
         if self._checksums is None:
             return []
-        checksums = {slot: future.result() for slot, future in self._checksums.items()}
+        checksums = self._checksums.result()
         return [float(checksums.get(slot, 0)) for slot in self._slots]
 
     def compare(self, sums: Sequence[float]) -> bool:
@@ -137,20 +130,25 @@ class StateCheck:
             raise StateDiffersError(different)
         return is_checked
 
-    def _checksum(self, slot: _Slot, updated: torch.Event | None) -> int:
+    def _checksums_of(self, slots: Sequence[_Slot], updated: torch.Event | None) -> dict[_Slot, int]:
+        found = {}
         with nullcontext() if self._stream is None else self._stream:
             if self._stream is not None and updated is not None:
                 self._stream.wait_event(updated)
-            if slot.units is None:
-                state = self._held.compared_state_of(slot.layer)
-            else:
-                state = dict(sorted(self._held.state_of_slice(slot.layer, slot.units).items()))
-            pieces = layer_checksums(state, self._device)
-        return (xxhash.xxh3_64_intdigest(np.array(pieces, dtype=np.int64).tobytes()) >> _SHIFT) or 1
+            for slot in slots:
+                self._mover.check()
+                if slot.units is None:
+                    state = self._held.compared_state_of(slot.layer)
+                else:
+                    state = dict(sorted(self._held.state_of_slice(slot.layer, slot.units).items()))
+                pieces = np.array(layer_checksums(state, self._rank.device), dtype=np.int64)
+                found[slot] = (xxhash.xxh3_64_intdigest(pieces.tobytes()) >> _SHIFT) or 1
+        return found
 
 
 _CLIP_EPSILON: Final = 1e-6  # as in torch.nn.utils.clip_grad_norm_
-_MAX_NORM: Final = 32  # of a vote, which only sums: this norm of n equal times is at most n**(1/32) times their maximum
+# A vote only sums: this norm of n equal times is at most n**(1/32) times their maximum.
+_MAX_NORM: Final = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,11 +156,11 @@ class ComputedStep:
     """A step as a worker has computed it.
 
     Attributes:
-        stats: of the operations; the commit completes them.
-        reductions: of its gradients, which may still be in flight.
-        contributions: of micro-batches to layers that the gradients of this worker stand for.
-        is_skipped: whether no worker has computed anything, because the step is known to be bad.
-        repetition: if the step is computed again; it is given the contributions of this worker.
+        stats: Sums and times of the operations; the commit completes them.
+        reductions: The reductions of its gradients, which may still be in flight.
+        contributions: How many contributions of micro-batches to layers the gradients of this worker stand for.
+        is_skipped: No worker has computed anything, because the step is known to be bad.
+        repetition: If the step is computed again, it is given the contributions of this worker.
     """
 
     stats: StepStats
@@ -180,10 +178,8 @@ class ComputedStep:
 class CommitContext:
     """The workers that commit a step together, and what its commit waits for.
 
-    Attributes:
-        migration: of layers that are to take part in the update; it has to be resumed afterwards.
-        snapshots: whose copies of the state before the update must be there.
-        check: of the state before the update, if one was begun.
+    Layers that migrate take part in the update, and the migration has to be resumed afterwards. Copies for snapshots
+    and comparisons of the state before the update must be complete.
     """
 
     communicators: Communicators
@@ -197,9 +193,7 @@ class CommitContext:
 class Wishes:
     """Wishes in the vote of a worker: to finish and to switch count if any worker has them, the others if all do.
 
-    Attributes:
-        checkpoint: of the state after this step.
-        snapshot: of the same.
+    A checkpoint and a snapshot have the state after this step.
     """
 
     finish: bool = False
@@ -222,25 +216,22 @@ class Committer:
     """Counts the steps that this rank has applied, and applies the next.
 
     Attributes:
-        committed: steps applied; the next one is step `committed`.
-        contributions: of micro-batches to layers in a step, over all workers.
-        state: of step `committed`, once it has begun.
-        reduced: whether the gradient buffers hold the fully reduced gradient of step `committed`.
-        last_vote: the vote of step ``committed - 1``, if this process has applied it.
-        recent: the last steps that it has applied.
-        step_s: seconds of the last step that it has run as a whole; None before the first.
-        gather: the exchange after an update, if slices of the optimizer's state have owners.
-        missing: layers of which some parameters may not be those after the last update, because others own them.
+        committed: The number of steps applied; the next one is step `committed`.
+        contributions: How many contributions of micro-batches to layers a step has, over all workers.
+        state: The state of step `committed`, once it has begun.
+        reduced: The gradient buffers hold the fully reduced gradient of step `committed`.
+        last_vote: The vote of step ``committed - 1``, if this process has applied it.
+        recent: The last steps that it has applied.
+        step_s: The seconds of the last step that it has run as a whole; None before the first.
+        gather: The exchange after an update, if slices of the optimizer's state have owners.
+        missing: Layers of which some parameters may not be those after the last update, because others own them.
     """
 
-    worker: int
+    rank: RankContext
     held: HeldLayers
     buffers: GradientBuffers
     contributions: int
-    clip_norm: float | None
     committed: int
-    activity: Activity
-    faults: FaultInjector
     recent: RecentSteps = field(default_factory=lambda: RecentSteps(0.0))
     state: StepState | None = None
     reduced: bool = False
@@ -268,8 +259,7 @@ class Committer:
     def commit(self, step: ComputedStep, context: CommitContext, wishes: Callable[[], Wishes] = Wishes) -> AppliedStep:
         """Reduce, vote and apply the step that was just computed, and complete its `stats`.
 
-        Args:
-            wishes: called just before the vote.
+        The wishes are asked for just before the vote.
 
         Raises:
             CommunicationError: a reduction or the vote failed.
@@ -278,14 +268,14 @@ class Committer:
             ControlError: some contribution is missing, or is there twice; no rank applies the step.
             BadStepError: the loss or the gradient is bad; no rank applies the step.
         """
-        self.activity.begin(f"gradient sync in step {self.committed}")
-        self.faults.at("sync", self.committed)
-        with self.activity.waiting("sync", for_message=True):
+        self.rank.activity.begin(f"gradient sync in step {self.committed}")
+        self.rank.faults.at("sync", self.committed)
+        with self.rank.activity.waiting("sync", for_message=True):
             step.stats.reductions = step.reductions.finish()
             self.await_parameters()
             if context.migration is not None:
                 # Layers may take long, and then the vote that waits for them is no lost message.
-                with self.activity.waiting("layers that arrive", for_message=not context.migration.holds_vote):
+                with self.rank.activity.waiting("layers that arrive", for_message=not context.migration.holds_vote):
                     context.migration.settle()
             if context.snapshots is not None:
                 context.snapshots.settle(self.committed)
@@ -309,15 +299,13 @@ class Committer:
         step.stats.end_s = time.perf_counter()
         return applied
 
-    def compare(self, context: CommitContext) -> None:
+    def compare(self, check: StateCheck, context: CommitContext) -> None:
         """Compare the state after the last update between its holders, in a vote of its own.
 
         Raises:
             CommunicationError: the vote failed.
             StateDiffersError: the state differs.
         """
-        check = context.check
-        assert check is not None
         check.begin()
         voters, *checksums = self._sum([1.0, *check.ballot()], context)
         _require_all(voters, context.members)
@@ -329,40 +317,39 @@ class Committer:
         if vote.skipped:
             return self._applied(vote, 0.0, self.held.learning_rate(self.committed))
         grad_norm = _grad_norm(vote)
-        self.activity.begin(f"the optimizer in step {self.committed}")
-        clip = 1.0 if self.clip_norm is None else min(1.0, self.clip_norm / (grad_norm + _CLIP_EPSILON))
+        self.rank.activity.begin(f"the optimizer in step {self.committed}")
+        max_norm = self.rank.job.clip_norm
+        clip = 1.0 if max_norm is None else min(1.0, max_norm / (grad_norm + _CLIP_EPSILON))
         if self.gather is not None:
             self.gather.restart()
             self.missing = self.held.layers
         with self.buffers.without_idle():
             self.buffers.scale(clip / vote.terms)
             lr = self.held.update(self.committed)
-        self.faults.at("optimizer", self.committed)  # after the update, which may round a flipped bit away
+        # After the update, which may round a flipped bit away.
+        self.rank.faults.at("optimizer", self.committed)
         return self._applied(vote, grad_norm, lr)
 
     def begin_exchange(self, *, again: bool = False) -> None:
         """Begin to exchange the parameters that owners have updated, beside what follows.
 
-        The step is applied, whatever happens here: after a failure, the next generation exchanges them again.
-
-        Args:
-            again: whether other workers may lack some, though this one may have all.
+        The step is applied, whatever happens here: after a failure, the next generation exchanges them again, because
+        other workers may lack some, though this one may have all.
         """
         if self.gather is None or not (self.missing or again):
             return
-        self.activity.begin(f"the exchange of parameters after step {self.committed - 1}")
-        self.faults.at("gather", self.committed - 1)
+        self.rank.activity.begin(f"the exchange of parameters after step {self.committed - 1}")
+        self.rank.faults.at("gather", self.committed - 1)
         self.gather.begin(self.missing)
 
     def await_parameters(self, layers: Collection[int] | None = None, migration: LayerMigration | None = None) -> None:
-        """Wait for the updated parameters of these layers, or of all. Raises CommunicationError.
+        """Wait for the updated parameters of these layers, or of all; send a migration's to shadow holders, too.
 
-        Args:
-            migration: of layers whose parameters are sent to shadow holders, too.
+        Raises CommunicationError.
         """
         if self.gather is None or (layers is not None and (not self.missing or self.gather.has(layers))):
             return
-        with self.activity.waiting("parameters", for_message=True):
+        with self.rank.activity.waiting("parameters", for_message=True):
             self.gather.wait(layers)
             if migration is not None and self.missing:
                 migration.exchange_parameters()
@@ -378,14 +365,15 @@ class Committer:
             self.gather.wait()
 
     def end_exchange(self) -> None:
-        """End the exchange with the generation; then `missing` is known."""
+        """End the exchange, once the mover is closed; then `missing` is known."""
         if self.gather is not None:
-            self.gather.close()
+            self.gather.drop()
             self.missing -= self.gather.complete
 
     def _applied(self, vote: Vote, grad_norm: float, lr: float) -> AppliedStep:
         self.committed += 1
-        self.state = None  # the vote is complete, so all messages have arrived
+        # The vote is complete, so all messages have arrived.
+        self.state = None
         self.reduced = False
         self.last_vote = vote
         return AppliedStep(vote, grad_norm, lr)
@@ -395,7 +383,7 @@ class Committer:
         stats, check = step.stats, context.check
         bounds, checksums = self.recent.ballot(), () if check is None else check.ballot()
         ballot = [
-            self.buffers.square_sum(self.worker),
+            self.buffers.square_sum(self.rank.worker),
             *(stats.loss, stats.terms, stats.samples, stats.draws),
             stats.data_wait_s**_MAX_NORM,
             *(wishes.finish, wishes.switch, wishes.checkpoint, wishes.snapshot),
@@ -440,8 +428,8 @@ class Committer:
         ballot = torch.tensor(numbers, dtype=torch.float64)
         if len(context.members) > 1:
             result = context.communicators.vote(ballot, context.members)
-            self.faults.at("vote", self.committed)
-            with self.activity.waiting("vote", for_message=True):
+            self.rank.faults.at("vote", self.committed)
+            with self.rank.activity.waiting("vote", for_message=True):
                 result.wait()
         return ballot.tolist()
 

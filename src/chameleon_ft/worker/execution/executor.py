@@ -1,6 +1,6 @@
 """Runs a worker's program for one step. It knows operations and messages, and nothing of plans or policies.
 
-Sends the results of operations, and holds them for as long as they may have to be sent again.
+It holds the results of operations that it has sent for as long as they may have to be sent again.
 """
 
 from __future__ import annotations
@@ -16,19 +16,17 @@ import torch
 from torch import Tensor
 
 from chameleon_ft.cost.memory import MessageBuffers
-from chameleon_ft.job import BoundarySpec, Job
 from chameleon_ft.keys import generator_lock
 from chameleon_ft.models.precision import loss_and_terms
 from chameleon_ft.schedule import Operation, OperationKind
-from chameleon_ft.worker.communicators import Channel, Communicators, InFlight
-from chameleon_ft.worker.communicators.base import tag_of
+from chameleon_ft.worker.communicators.base import Channel, Communicators, InFlight, tag_of
+from chameleon_ft.worker.context import RankContext
 from chameleon_ft.worker.control_client import Activity
 from chameleon_ft.worker.device import wait_for_stream
 from chameleon_ft.worker.execution.backward import SavedActivations
 from chameleon_ft.worker.execution.bad_steps import Repetition, noting
 from chameleon_ft.worker.execution.layers import HeldLayers, MicroBatches
 from chameleon_ft.worker.execution.steps import CountedLoss, Result, StepState, StepStats, hop_of
-from chameleon_ft.worker.fault_injection import FaultInjector
 
 
 class SentMessages:
@@ -41,10 +39,6 @@ class SentMessages:
     by its operation at the latest, and a checked program does not deadlock even if a worker blocks with a single
     message in flight on a channel. Results that are sent again may be taken in any order: nothing waits for them, and
     those to which nothing answers are held until the step ends.
-
-    Args:
-        answered: activations whose gradient comes back.
-        num_layers: of the model.
     """
 
     def __init__(
@@ -73,7 +67,11 @@ class SentMessages:
             sent = self._unanswered[result[0], receiver]
             sent.append(result)
             if len(sent) > self._buffers.sends_in_flight:
-                self._wait_for(sent[-1 - self._buffers.sends_in_flight], receiver)
+                forward, micro_batch, _ = before = sent[-1 - self._buffers.sends_in_flight]
+                kind = "activation" if forward else "gradient"
+                doing = f"worker {receiver} to take the {kind} of micro-batch {micro_batch}"
+                with self._activity.waiting(doing, for_message=True, peer=receiver):
+                    self._state.in_flight[before].wait()
             while len(sent) > self._buffers.sends_kept:
                 self.release(sent.popleft())
         self._start(result, tensor, receiver)
@@ -88,19 +86,13 @@ class SentMessages:
         self._state.results.pop(result, None)
         self._state.in_flight.pop(result, None)
 
-    def _wait_for(self, result: Result, receiver: int) -> None:
-        forward, micro_batch, _ = result
-        kind = "activation" if forward else "gradient"
-        doing = f"worker {receiver} to take the {kind} of micro-batch {micro_batch}"
-        with self._activity.waiting(doing, for_message=True, peer=receiver):
-            self._state.in_flight[result].wait()
-
     def _start(self, result: Result, tensor: Tensor, receiver: int) -> None:
         tag = tag_of(result, num_layers=self._num_layers)
         self._state.in_flight[result] = self._communicators.send(tensor, peer=receiver, tag=tag)
 
 
-_BUFFERS: Final = MessageBuffers()  # the memory estimate goes by it too
+# The memory estimate goes by these, too.
+_BUFFERS: Final = MessageBuffers()
 
 _OPERATIONS: Final = {
     OperationKind.FORWARD: "the forward",
@@ -113,9 +105,6 @@ _BACKWARDS: Final = (OperationKind.BACKWARD, OperationKind.INPUT_GRAD)
 Resend = tuple[int, int, bool, int]
 """(micro-batch, layer, forward, receiver) of a message that is sent again, as in `Rest`."""
 
-Pace = Callable[[Operation, float], None]
-"""Returns when an operation, begun at so many seconds of `time.perf_counter`, would end on an emulated device."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Executor:
@@ -126,15 +115,10 @@ class Executor:
     Only too many sends in flight are waited for (`SentMessages`). A checked program cannot deadlock this way.
     """
 
-    job: Job
+    rank: RankContext
     held: HeldLayers
-    boundaries: Sequence[BoundarySpec]
     micro_batches: MicroBatches
-    device: torch.device
     communicators: Communicators
-    activity: Activity
-    faults: FaultInjector
-    pace: Pace | None = None
     await_parameters: Callable[[Collection[int]], None] = lambda layers: None
 
     def run(
@@ -179,7 +163,7 @@ class Executor:
             resends: (micro-batch, layer, forward, receiver) of the results that other workers are sent again first.
             resent_gradients: (micro-batch, layer) of those gradients that this worker is sent again.
             counted: micro-batches whose loss some worker has counted.
-            after: as for `run`.
+            after: See `run`.
 
         Raises:
             CommunicationError: the generation is over; `state` can be resumed again.
@@ -188,7 +172,8 @@ class Executor:
         execution = _StepExecution(self, state, operations, fault_at, counted, resent_gradients)
         execution.send_again(resends)
         stats = execution.run(after)
-        stats.draws = 0  # the reads for the parts that were done before the interruption are not known any more
+        # The reads for the parts that were done before the interruption are not known any more.
+        stats.draws = 0
         return stats
 
 
@@ -226,15 +211,15 @@ class _StepExecution:
             for o in operations
             if o.kind in _BACKWARDS and o.receive_from is not None
         } - {(True, micro_batch, layer - 1) for micro_batch, layer in resent_gradients}
-        self._receives: dict[int, tuple[InFlight, Tensor]] = {}  # by index of the operation
+        self._receive_of_index: dict[int, tuple[InFlight, Tensor]] = {}
         self._to_post = deque(i for i, operation in enumerate(operations) if operation.receive_from is not None)
         self._sent = SentMessages(
             state,
             executor.communicators,
-            executor.activity,
+            executor.rank.activity,
             buffers=_BUFFERS,
             answered=self._answered,
-            num_layers=len(executor.boundaries),
+            num_layers=len(executor.rank.boundaries),
         )
 
     def send_again(self, resends: Sequence[Resend]) -> None:
@@ -259,35 +244,40 @@ class _StepExecution:
 
     def _fail_if_planned(self, index: int) -> None:
         if index in self._fault_at:
-            self._executor.faults.at(self._fault_at[index], self._state.step)
+            self._executor.rank.faults.at(self._fault_at[index], self._state.step)
 
     def _run_operation(self, index: int, operation: Operation) -> None:
         if operation.kind is OperationKind.FORWARD and (operation.first or operation.last):
             start = perf_counter()
-            self._executor.micro_batches(self._state.step, operation.micro_batch)  # which the operation then finds read
+            self._executor.micro_batches(self._state.step, operation.micro_batch)
             self._stats.data_wait_s += perf_counter() - start
         message = self._message(index, operation)
         if operation.kind is OperationKind.FORWARD:
             self._executor.await_parameters(operation.layers)
-        self._executor.activity.begin(f"{_describe(operation)} in step {self._state.step}")
+        self._executor.rank.activity.begin(f"{_describe(operation)} in step {self._state.step}")
         start = perf_counter()
         # A loss may draw random numbers, and so may what a backward computes again.
         with noting(f"in {_describe(operation)}"), generator_lock:
             tensor = self._compute(operation, message)
-        wait_for_stream(self._executor.device)  # or the time would be that of queueing the operation
-        if self._executor.pace is not None:
-            self._executor.pace(operation, start)
-        self._executor.faults.slow_down(start)
+        # Or the time would be that of queueing the operation.
+        wait_for_stream(self._executor.rank.device)
+        if self._executor.rank.pace is not None:
+            self._executor.rank.pace(operation, start)
+        self._executor.rank.faults.slow_down(start)
         self._stats.spans.append((operation.kind, start, perf_counter()))
         if self._repetition is not None:
             self._examine(self._repetition, operation, message, tensor)
         if tensor is None:
             return
-        result = _result_of(operation)
+        forward = operation.kind is OperationKind.FORWARD
+        layer = operation.layers.stop - 1 if forward else operation.layers.start
+        result = forward, operation.micro_batch, layer
         if operation.send_to is not None:
-            self._require_boundary(result, tensor)
+            # The receiver's buffer is a boundary.
+            boundary = layer if forward else layer - 1
+            self._executor.rank.boundaries[boundary].require(tensor, layer=boundary, gradient=not forward)
             self._sent.send(result, tensor.contiguous(), receiver=operation.send_to)
-            self._stats.note_sent(operation.send_to, forward=result[0])
+            self._stats.note_sent(operation.send_to, forward=forward)
         elif result in self._used_here:
             self._state.results[result] = tensor
 
@@ -310,21 +300,15 @@ class _StepExecution:
         assert output is not None
         repetition.forward(micro_batch, layers, data=data, received=received, result=output)
 
-    def _require_boundary(self, result: Result, tensor: Tensor) -> None:
-        """Raise ConfigError if the receiver's buffer, which is a boundary, is of another shape or type."""
-        forward, _, layer = result
-        boundary = layer if forward else layer - 1
-        self._executor.boundaries[boundary].require(tensor, layer=boundary, gradient=not forward)
-
     def _message(self, index: int, operation: Operation) -> Tensor | None:
         """Return the operation's incoming tensor: an activation, or a gradient; None where nothing comes in."""
-        while self._to_post and (len(self._receives) < _BUFFERS.receives_ahead or self._to_post[0] <= index):
+        while self._to_post and (len(self._receive_of_index) < _BUFFERS.receives_ahead or self._to_post[0] <= index):
             self._post(self._to_post.popleft())
         if operation.receive_from is None:
             return self._state.results.pop(_input_of(operation), None)
-        receive, tensor = self._receives.pop(index)
+        receive, tensor = self._receive_of_index.pop(index)
         doing = f"the input of {_describe(operation)} from worker {operation.receive_from}"
-        with self._executor.activity.waiting(doing, for_message=True, peer=operation.receive_from):
+        with self._executor.rank.activity.waiting(doing, for_message=True, peer=operation.receive_from):
             since_s = perf_counter()
             receive.wait()
         forward = operation.kind is OperationKind.FORWARD
@@ -342,9 +326,9 @@ class _StepExecution:
         receive = self._executor.communicators.receive(
             tensor,
             peer=operation.receive_from,
-            tag=tag_of(_input_of(operation), num_layers=len(self._executor.boundaries)),
+            tag=tag_of(_input_of(operation), num_layers=len(self._executor.rank.boundaries)),
         )
-        self._receives[index] = (receive, tensor)
+        self._receive_of_index[index] = (receive, tensor)
 
     def _compute(self, operation: Operation, message: Tensor | None) -> Tensor | None:
         """Compute, and return what the next hop needs: an activation, or a gradient; None where there is none."""
@@ -377,7 +361,7 @@ class _StepExecution:
             assert message is not None
             boundary = message.detach().requires_grad_(message.is_floating_point() or message.is_complex())
         # With a graph even if no backward follows: without one torch may choose other kernels, with other last bits.
-        saved = SavedActivations(executor.held, operation, step=step, num_layers=len(executor.boundaries))
+        saved = SavedActivations(executor.held, operation, step=step, num_layers=len(executor.rank.boundaries))
         output = saved.forward(boundary)
         if hop_of(operation) in self._backwards:
             self._state.saved[hop_of(operation)] = saved
@@ -390,16 +374,17 @@ class _StepExecution:
         _, targets, digest = self._executor.micro_batches(self._state.step, micro_batch)
         self._stats.draws -= digest
         with noting("in the loss"):
-            loss, terms = loss_and_terms(self._executor.job, output, targets)
+            loss, terms = loss_and_terms(self._executor.rank.job, output, targets)
         if micro_batch not in self._counted:
-            value = loss.detach().clone()  # some losses are a view of all their terms
+            # Some losses are a view of all their terms.
+            value = loss.detach().clone()
             self._state.losses[micro_batch] = CountedLoss(value, terms, len(targets))
         return loss
 
     def _on_boundary(self, make: Callable[..., Tensor], layer: int) -> Tensor:
         """Make a tensor of the shape and type of the output of `layer`."""
-        spec = self._executor.boundaries[layer]
-        return make(spec.shape, dtype=spec.dtype, device=self._executor.device)
+        spec = self._executor.rank.boundaries[layer]
+        return make(spec.shape, dtype=spec.dtype, device=self._executor.rank.device)
 
 
 def _describe(operation: Operation) -> str:
@@ -411,12 +396,6 @@ def _input_of(operation: Operation) -> Result:
     """Return the result that an operation uses: of the hop before, or of the hop after. W uses none."""
     forward, layers = operation.kind is OperationKind.FORWARD, operation.layers
     return forward, operation.micro_batch, layers.start - 1 if forward else layers.stop
-
-
-def _result_of(operation: Operation) -> Result:
-    """Return the result of an F, B or I."""
-    forward, layers = operation.kind is OperationKind.FORWARD, operation.layers
-    return forward, operation.micro_batch, layers.stop - 1 if forward else layers.start
 
 
 def channels_of(worker: int, operations: Sequence[Operation], resends: Sequence[Resend] = ()) -> tuple[Channel, ...]:

@@ -5,9 +5,8 @@ It runs beside the following step, whose first forwards wait for their layers al
 
 from __future__ import annotations
 
-import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Final
 
@@ -15,13 +14,13 @@ import torch
 from torch import Tensor
 
 from chameleon_ft.plan.shards import LayerShards
-from chameleon_ft.worker.communicators import Communicators, InFlight
-from chameleon_ft.worker.communicators.base import Tag
+from chameleon_ft.worker.communicators.base import InFlight, Tag
 from chameleon_ft.worker.execution.layers import HeldLayers
+from chameleon_ft.worker.mover import Mover
 
 _MESSAGE_BYTES: Final = 4 << 20
-_IN_FLIGHT: Final = 2  # messages to each worker, and from it
-_POLL_S: Final = 0.01
+# Messages to each worker, and from it.
+_IN_FLIGHT: Final = 2
 
 _Pieces = Sequence[tuple[int, Tensor]]
 """Layers and elements of their parameters, in place."""
@@ -33,48 +32,39 @@ class ParameterExchange:
     """Messages with elements of parameters to other workers and from them, step after step.
 
     All messages from one worker to another are joined into few, lower layers first, and go out in rounds: of each round
-    one message to every worker. Few rounds are in flight at a time. If there are more, a thread of its own goes through
-    them; otherwise, whoever waits takes in what has arrived. All workers have the same order of rounds, so the slowest
-    can always continue.
+    one message to every worker. Few rounds are in flight at a time. Any thread may wait for layers; the first that does
+    takes in what arrives, in turn with the others, and begins further rounds. If there are more rounds than may be in
+    flight, a task of the mover waits, too; otherwise it would only wait for a processor, and all others for its
+    messages. All workers have the same order of rounds, so the slowest can always continue.
 
     Args:
         to: worker -> the elements that are sent to it, in place.
         origin: worker -> the elements that arrive from it, in the same order.
-        layers: those that the exchange completes; others are none of its concern.
+        layers: The exchange completes these layers; others are none of its concern.
     """
 
     def __init__(
-        self,
-        to: Mapping[int, _Pieces],
-        origin: Mapping[int, _Pieces],
-        communicators: Communicators,
-        *,
-        layers: Iterable[int],
-        tag: int,
+        self, to: Mapping[int, _Pieces], origin: Mapping[int, _Pieces], mover: Mover, *, layers: Iterable[int], tag: int
     ) -> None:
-        self._communicators = communicators
+        self._mover = mover
         self._tag = tag
         self._to = {peer: _messages_of(pieces) for peer, pieces in sorted(to.items()) if pieces}
         self._from = {peer: _messages_of(pieces) for peer, pieces in sorted(origin.items()) if pieces}
         self._rounds = max(map(len, chain(self._to.values(), self._from.values())), default=0)
-        self._rounds_of = dict.fromkeys(layers, 0)  # by layer, until it is complete
+        self._rounds_of = dict.fromkeys(layers, 0)
         for messages in self._from.values():
             for number, message in enumerate(messages, 1):
                 for layer, _ in message:
                     self._rounds_of[layer] = max(self._rounds_of[layer], number)
-        self._condition = threading.Condition()
         self._keeps: Collection[int] | None = None
-        self._begun = 0  # rounds
+        self._begun = self._ended = self._rounds
         self._arrived = 0
         self._in_flight: deque[_Round] = deque()
-        self._sent = True
-        self._error: BaseException | None = None
-        self._thread: threading.Thread | None = None
+        # Whether some thread takes in the oldest round in flight; only that one touches it.
+        self._is_taking = False
 
     @classmethod
-    def of(
-        cls, worker: int, held: HeldLayers, shards: Mapping[int, LayerShards], communicators: Communicators
-    ) -> ParameterExchange:
+    def of(cls, worker: int, held: HeldLayers, shards: Mapping[int, LayerShards], mover: Mover) -> ParameterExchange:
         """Return a worker's part after an update: owners of a slice send, holders that do not own it receive.
 
         Args:
@@ -93,7 +83,7 @@ class ParameterExchange:
                             to[receiver] += pieces
                     elif worker in others:
                         origin[sender] += pieces
-        return cls(to, origin, communicators, layers=shards, tag=Tag.UPDATED_PARAMETERS)
+        return cls(to, origin, mover, layers=shards, tag=Tag.UPDATED_PARAMETERS)
 
     def restart(self) -> None:
         """Note that parameters are updated, and have to be exchanged again."""
@@ -110,23 +100,19 @@ class ParameterExchange:
         self.wait()
 
     def begin(self, keeps: Collection[int] | None = None) -> None:
-        """Begin to send and to receive.
+        """Begin to send and to receive. Raises CommunicationError.
 
         Args:
             keeps: layers of which what arrives is kept; None: of all. Where it is there already, a forward may have
                 used it.
         """
-        self.restart()
-        self._keeps, self._begun = keeps, 0
-        if not self._rounds:
-            return
         assert not self._in_flight, "an exchange ends before the next one begins"
-        self._sent = False
+        self.restart()
+        self._keeps, self._begun, self._ended = keeps, 0, 0
+        with self._mover.ended_by_errors():
+            self._begin_rounds()
         if self._rounds > _IN_FLIGHT:
-            self._start_thread(self._exchange)
-        else:
-            # A thread of its own would wait for a processor, and all others for its messages.
-            self._guarded(self._begin_rounds)
+            self._mover.start(self.wait)
 
     def has(self, layers: Iterable[int]) -> bool:
         """Return whether all elements of these layers have arrived."""
@@ -137,70 +123,46 @@ class ParameterExchange:
 
         Called from any thread. Raises CommunicationError.
         """
+        while self._takes_turn(layers):
+            try:
+                with self._mover.ended_by_errors():
+                    self._end_round()
+                    self._begin_rounds()
+            finally:
+                with self._mover.changed:
+                    self._is_taking = False
+                    self._mover.changed.notify_all()
 
-        def is_over() -> bool:
-            return self._error is not None or (self._sent if layers is None else self.has(layers))
-
-        with self._condition:
-            if self._thread is None:
-                while not is_over():
-                    self._guarded(self._end_round)
-            self._condition.wait_for(is_over)
-            if self._error is not None:
-                raise self._error
-
-    def close(self) -> None:
-        """End the exchange; if not all is exchanged, interrupt the communicators for that."""
-        if self._thread is None and not self._sent and self._error is None:
-            self._start_thread(self._end_rounds)  # which an interruption wakes
-        while self._thread is not None and self._thread.is_alive():
-            if not self._sent:
-                self._communicators.interrupt()
-            self._thread.join(_POLL_S)
+    def drop(self) -> None:
+        """Release the messages in flight, once the mover is closed: none of them arrives any more."""
         self._in_flight.clear()
 
-    def _start_thread(self, part: Callable[[], None]) -> None:
-        self._thread = threading.Thread(target=self._guarded, args=(part,), name="parameters", daemon=True)
-        self._thread.start()
+    def _takes_turn(self, layers: Collection[int] | None) -> bool:
+        """Wait while another thread takes in a round; return whether this one has to take in the next."""
 
-    def _guarded(self, part: Callable[[], None]) -> None:
-        """Do a part of the exchange. Whoever waits raises its error."""
-        error: BaseException | None = None
-        try:
-            part()
-        except BaseException as failure:  # noqa: BLE001
-            error = failure.with_traceback(None)
-        with self._condition:
-            self._error = error
-            self._sent = error is None and self._arrived == self._rounds and not self._in_flight
-            self._condition.notify_all()
+        def is_over() -> bool:
+            return self._ended == self._rounds if layers is None else self.has(layers)
 
-    def _exchange(self) -> None:
-        self._begin_rounds()
-        while self._in_flight:
-            self._end_round()
-            self._begin_rounds()
-
-    def _end_rounds(self) -> None:
-        """End the rounds in flight, but for those that another thread ends in `wait`."""
-        with self._condition:
-            if self._error is not None:
-                raise self._error
-            while self._in_flight:
-                self._end_round()
+        with self._mover.changed:
+            self._mover.wait_for(lambda: is_over() or not self._is_taking)
+            if is_over():
+                return False
+            self._is_taking = True
+            return True
 
     def _begin_rounds(self) -> None:
         """Send and receive the messages of the next rounds, until enough are in flight."""
+        communicators = self._mover.communicators
         while self._begun < self._rounds and len(self._in_flight) < _IN_FLIGHT:
             number = self._begun
             arriving = [
-                (self._communicators.receive(memory, peer=peer, tag=self._tag), memory, messages[number])
+                (communicators.receive(memory, peer=peer, tag=self._tag), memory, messages[number])
                 for peer, messages in self._from.items()
                 if number < len(messages)
                 for memory in (_memory_for(messages[number]),)
             ]
             sent = [
-                (self._communicators.send(content, peer=peer, tag=self._tag), content)
+                (communicators.send(content, peer=peer, tag=self._tag), content)
                 for peer, messages in self._to.items()
                 if number < len(messages)
                 for content in (torch.cat([view for _, view in messages[number]]),)
@@ -218,12 +180,13 @@ class ParameterExchange:
             if kept:
                 with torch.no_grad():
                     torch._foreach_copy_([view for view, _ in kept], [part for _, part in kept])
-        with self._condition:
+        with self._mover.changed:
             self._arrived += 1
-            self._condition.notify_all()
+            self._mover.changed.notify_all()
         for sending, _ in sent:
             sending.wait()
         self._in_flight.popleft()
+        self._ended += 1
 
 
 def _messages_of(pieces: _Pieces) -> list[_Pieces]:
@@ -241,5 +204,5 @@ def _messages_of(pieces: _Pieces) -> list[_Pieces]:
 
 
 def _memory_for(pieces: _Pieces) -> Tensor:
-    views = [view for _, view in pieces]
-    return torch.empty(sum(view.numel() for view in views), dtype=views[0].dtype, device=views[0].device)
+    (_, first), *_ = pieces
+    return torch.empty(sum(view.numel() for _, view in pieces), dtype=first.dtype, device=first.device)

@@ -90,8 +90,8 @@ class GradientBuffers:
     gradients. Layers that are arriving have gradients too, once they are expected: their sums are received.
 
     Attributes:
-        segments: those of the given segments in which the held layers take part.
-        totals: keys of gradients that are the sum over all holders, instead of the worker's own contribution.
+        segments: The given segments in which the held layers take part.
+        totals: Keys of gradients that are the sum over all holders, instead of the worker's own contribution.
     """
 
     def __init__(self, held: HeldLayers, segments: Sequence[Segment]) -> None:
@@ -99,7 +99,7 @@ class GradientBuffers:
         # The copies of each parameter, by element type; all but tied ones have a single copy.
         self._parameters: dict[GradientKey, list[_Parameters]] = {}
         self._flat: dict[GradientKey, tuple[_FlatGradients, ...]] = {}
-        self._tied: tuple[GradientKey, ...] = ()  # of all segments
+        self._tied: tuple[GradientKey, ...] = ()
         self.regroup(held, segments)
 
     def regroup(self, held: HeldLayers, segments: Sequence[Segment]) -> None:
@@ -115,7 +115,7 @@ class GradientBuffers:
         self.totals &= self._flat.keys()
 
     def expect(self, held: HeldLayers) -> None:
-        """Allocate the gradients of the layers that are arriving. Called from any thread, while others are in use."""
+        """Allocate the gradients of the layers that are arriving."""
         tied = [key for key in self._tied if not held.arriving.isdisjoint(key)]
         parameters = self._parameters_of(held, [*((layer,) for layer in sorted(held.arriving)), *tied])
         found = {}
@@ -126,7 +126,6 @@ class GradientBuffers:
                     flat.give(alike, but=known)
             else:
                 found[key] = _flat_gradients(own)
-        # Another thread may be going through them.
         self._parameters = {**self._parameters, **parameters}
         self._flat = {**self._flat, **found}
 

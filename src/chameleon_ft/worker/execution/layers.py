@@ -1,6 +1,4 @@
-"""The layers a rank holds: modules and optimizer.
-
-A layer on the device of a rank, and the tensors that make up its state.
+"""The layers a rank holds: modules and optimizer; and the micro-batches that it reads.
 
 Every use of a layer's state takes its tensors from here: the update, checkpoints, transfers and the comparison between
 holders.
@@ -12,8 +10,6 @@ holders.
 - Derived parameters: those in bfloat16, rounded from their masters after each update. Where the layer has the master,
   they are no part of the state.
 - Persistent buffers, which a forward may change.
-
-Micro-batches of samples, read by the worker that needs them. Reading is no operation of a program.
 """
 
 from __future__ import annotations
@@ -70,8 +66,7 @@ class HeldLayer:
     def blank(cls, job: Job, layer: int, *, seed: int, device: torch.device, is_divided: bool = False) -> Self:
         """Build a layer to restore a state into; its updated tensors may hold anything.
 
-        Args:
-            is_divided: whether owners of slices have the masters.
+        It has no masters if these are divided among the owners of slices.
         """
         blank = cls._of(job, layer, blank_layer(job, layer, seed), device)
         return blank.divide(job.tied_in(layer)) if is_divided else blank
@@ -103,7 +98,7 @@ class HeldLayer:
     @property
     def targets(self) -> LayerState:
         """The tensors of the state that do not depend on the optimizer, by their keys."""
-        return {f"module/{name}": self.masters.get(name, value) for name, value in self._module_state()}
+        return {f"module/{name}": self.masters.get(name, value) for name, value in self.module.state_dict().items()}
 
     @property
     def derived(self) -> dict[str, Tensor]:
@@ -121,27 +116,13 @@ class HeldLayer:
         for name, master in self.masters.items():
             if name in own and not _is_same(master, own[name]):
                 master.data.copy_(own[name])
-        if any(not _is_same(value, own.get(name)) for name, value in self._module_state()):
-            self.module.load_state_dict(own)  # which rounds
+        if any(not _is_same(value, own.get(name)) for name, value in self.module.state_dict().items()):
+            self.module.load_state_dict(own)
 
-    def pass_gradients_on(self) -> None:
-        """Give the masters the gradients of their parameters."""
-        for name, master in self.masters.items():
-            master.grad = self.module.get_parameter(name).grad
-
-    def drop_passed_gradients(self) -> None:
-        """Release the gradients of masters, which have been updated."""
-        for master in self.masters.values():
-            master.grad = None
-
-    def derive(self) -> None:
-        """Round the parameters from the masters in the layer."""
-        with torch.no_grad():
-            for name, master in self.masters.items():
-                self.module.get_parameter(name).copy_(master)
-
-    def _module_state(self) -> Iterable[tuple[str, Any]]:
-        return self.module.state_dict().items()
+    @property
+    def rounded(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
+        """The parameters that are rounded from masters in the layer, with these masters."""
+        return [(self.module.get_parameter(name), master) for name, master in self.masters.items()]
 
 
 def under(prefix: str, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -158,13 +139,13 @@ class HeldLayers:
     """The layers a rank holds, on its device, and one optimizer over all their updated tensors.
 
     Args:
-        boundaries: expected output of each layer of the model; empty: any.
+        boundaries: The expected output of each layer of the model; empty: any.
         owned: layer -> the ranges of units that the rank updates; None: all of its layers.
-        optimizer: of the job, if the process has made one before, which saves time.
+        optimizer: The optimizer of the job, if the process has made one before, which saves time.
 
     Attributes:
-        arriving: layers that are blank, because their state has not arrived yet. They are not held: no
-            update changes them, but they have gradients.
+        arriving: Layers that are blank, because their state has not arrived yet. They are not held: no update changes
+            them, but they have gradients.
     """
 
     def __init__(
@@ -179,7 +160,8 @@ class HeldLayers:
         optimizer: ModelOptimizer | None = None,
     ) -> None:
         self._job = job
-        self._checked = boundaries[:-1]  # the last output goes into the loss, and is not sent
+        # The last output goes into the loss, and is not sent.
+        self._checked = boundaries[:-1]
         self._seed = seed
         self._device = device
         self._layers: dict[int, HeldLayer] = {}
@@ -196,19 +178,18 @@ class HeldLayers:
     def layers(self) -> frozenset[int]:
         return frozenset(self._layers) - self.arriving
 
-    def expect(self, layer: int, blank: HeldLayer) -> None:
-        """Note that the state of a layer will arrive. Called from any thread."""
-        self.arriving |= {layer}  # first: it must not seem to be held
-        self._layers = dict(sorted({**self._layers, layer: blank}.items()))
+    def expect(self, blanks: Mapping[int, HeldLayer]) -> None:
+        """Add layers whose state will arrive."""
+        self._layers = dict(sorted({**self._layers, **blanks}.items()))
+        self.arriving |= blanks.keys()
 
     def take_in(self, layer: int, state: Mapping[str, Any], blank: HeldLayer | None = None) -> None:
         """Hold one more layer, with the state that `state_of` gave elsewhere; tensors of `state` may be kept.
 
-        Args:
-            blank: the layer, unless it is expected; tensors of `state` may be its own, then nothing is copied.
+        A layer that is not expected may be given as `blank`; if tensors of `state` are its own, nothing is copied.
         """
         if layer not in self.arriving:
-            self.expect(layer, blank or self._blank(layer))
+            self.expect({layer: blank or self._blank(layer)})
         self.arriving -= {layer}
         self._renew_optimizer()
         self.restore(layer, state)
@@ -269,13 +250,14 @@ class HeldLayers:
 
     def update(self, step: int) -> float:
         """Run the optimizer on the gradients as they are and return the learning rate of that step."""
-        held = [own for layer, own in self._layers.items() if layer not in self.arriving]
-        for own in held:
-            own.pass_gradients_on()
+        rounded = [pair for layer in self.layers for pair in self._layers[layer].rounded]
+        for parameter, master in rounded:
+            master.grad = parameter.grad
         lr = self._optimizer.update(step)
-        for own in held:
-            own.drop_passed_gradients()
-            own.derive()
+        with torch.no_grad():
+            for parameter, master in rounded:
+                master.grad = None
+                parameter.copy_(master)
         return lr
 
     def learning_rate(self, step: int) -> float:
@@ -287,8 +269,7 @@ class HeldLayers:
     ) -> None:
         """Update only these ranges of units from now on, layer -> ranges.
 
-        Args:
-            received: layer -> the state of slices that other owners gave, by `state_of_slice`.
+        Other owners gave the state of slices in `received`, layer -> state, by `state_of_slice`.
         """
         if received or owned != self._optimizer.owned:
             self._optimizer.owned = owned
@@ -338,7 +319,8 @@ class HeldLayers:
         """
         own = self._layers[layer]
         parameters = {f"module/{name}" for name, _ in own.module.named_parameters() if name not in own.divided}
-        state = sorted(self.state_of(layer).items())  # which may have come from another holder in another order
+        # It may have come from another holder in another order.
+        state = sorted(self.state_of(layer).items())
         return {key: value for key, value in state if key in parameters or key.startswith("optimizer/")}
 
     def compared_state_of(self, layer: int) -> LayerState:
@@ -390,7 +372,8 @@ class MicroBatch(NamedTuple):
     """The samples of a micro-batch, stacked: (micro-batch, ...).
 
     Attributes:
-        digest: of the values of both tensors, as they were read: below 2**40, so that a float64 holds sums of many.
+        digest: A digest of the values of both tensors, as they were read: below 2**40, so that a float64 holds sums of
+            many.
     """
 
     inputs: Tensor
@@ -414,11 +397,11 @@ def micro_batches_of(
     first_sample: Callable[[int], int] | None = None,
     reading: Callable[[str], AbstractContextManager[object]] = nullcontext,
 ) -> MicroBatches:
-    """Return a function that loads micro-batches of `job` onto `device`.
+    """Return a function that loads micro-batches of `job` onto `device`, which is no operation of a program.
 
     Args:
-        first_sample: returns the position of the first sample of a step; None: all steps from 0 on have this batch.
-        reading: returns a context inside which the sample of this description is read.
+        first_sample: Returns the position of the first sample of a step; None: all steps from 0 on have this batch.
+        reading: Returns a context inside which the sample of this description is read.
     """
     order, size = SampleOrder(len(job.dataset), seed), batch.micro_batch_size
 

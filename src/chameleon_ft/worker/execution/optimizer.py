@@ -2,9 +2,8 @@
 
 A slice of a parameter has as many dimensions, of which all but the last are 1. So an optimizer that treats matrices and
 vectors differently does so with their slices. It is a view of the parameter, which is updated in place; or, if the
-parameter is rounded from a master, a slice of the master, which only owners have.
-
-The parameters of a layer as one vector, which is divided into slices.
+parameter is rounded from a master, a slice of the master, which only owners have. The parameters of a layer are one
+vector, which is divided into slices.
 """
 
 from __future__ import annotations
@@ -26,7 +25,8 @@ from chameleon_ft.models.precision import parameter_like
 from chameleon_ft.plan.shards import UNITS
 from chameleon_ft.worker.state_transfer.description import decode_description, encode_description
 
-_ALIGNMENT: Final = 64  # elements: vectorized code computes the same values for a slice as for the whole parameter
+# Of so many elements, vectorized code computes the same values for a slice as for the whole parameter.
+_ALIGNMENT: Final = 64
 
 Range = tuple[int, int]
 """The units from a first one to one that is not included; see `plan.shards`."""
@@ -72,8 +72,10 @@ class ParameterVector:
 _ENTRY: Final = re.compile(
     r"(module|(?P<optimizer>optimizer))/(?P<name>.+?)(\[(?P<start>\d+):(?P<stop>\d+)\])?(?(optimizer)/(?P<key>[^/]*))"
 )
-_MASTER: Final = ""  # instead of a key of the optimizer's state
-_VALUES: Final = "values"  # key of what the optimizer keeps besides the state of parameters, as JSON
+# The key of a master, instead of one of the optimizer's state.
+_MASTER: Final = ""
+# The key of what the optimizer keeps besides the state of parameters, as JSON.
+_VALUES: Final = "values"
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +198,7 @@ class LayerOptimizer:
         self._job = job
         self._model = ModelOptimizer(job) if model is None else model.anew()
         self._updating = _Updating()
-        self._values: str | None = ""  # of the optimizer, once it is known
+        self._values_json: str | None = ""
         self.owned: Mapping[int, Sequence[Range]] | None = None
 
     def renew(self, layers: Mapping[int, Trained], received: Mapping[int, Mapping[str, Any]] | None = None) -> None:
@@ -215,7 +217,8 @@ class LayerOptimizer:
         states = {place: [each for each in pieces if not each.is_master] for place, pieces in kept.items()}
         parts = tuple(part for layer in sorted(layers) for part in self._parts_of(layer, layers[layer], masters))
         state = self._model.torch.state
-        self._updating = replace(self._updating, state=dict(state))  # which other threads may read meanwhile
+        # Other threads may read the state of before meanwhile.
+        self._updating = replace(self._updating, state=dict(state))
         self._model.hold(((part.layer, part.name), part.own) for part in parts)
         for part in parts:
             if found := _assembled(states.get((part.layer, part.name), ()), part.start, part.stop):
@@ -243,7 +246,7 @@ class LayerOptimizer:
         for part in parts:
             part.take_gradient()
         self._model.step(None if self._job.learning_rate is None else lr)
-        self._values = None
+        self._values_json = None
         for part in parts:
             if part.is_rounded:
                 part.round()
@@ -261,10 +264,10 @@ class LayerOptimizer:
         What the optimizer keeps besides is part of it, because it is equal on all workers.
         """
         tied, updating = None if self.owned is None else self._job.tied_in(layer), self._updating
-        if self._values is None:
+        if self._values_json is None:
             changed = self._model.values.changed()
-            self._values = encode_description([{_VALUES: changed}]).decode() if changed else ""
-        return ({_VALUES: self._values} if self._values else {}) | {
+            self._values_json = encode_description([{_VALUES: changed}]).decode() if changed else ""
+        return ({_VALUES: self._values_json} if self._values_json else {}) | {
             f"optimizer/{part.name}/{key}": value
             for part in updating.parts
             if part.layer == layer and (tied is None or part.name in tied)
@@ -283,7 +286,7 @@ class LayerOptimizer:
         """Take over the state of what the rank owns of a layer; it may be cut into other slices."""
         if values := state.get(_VALUES):
             self._model.values.restore(decode_description(values.encode())[0][_VALUES])
-            self._values = None
+            self._values_json = None
         own = [part for part in self._updating.parts if part.layer == layer]
         kept = _kept_in(state, {part.name: part.parameter for part in own})
         for part in own:
@@ -301,7 +304,8 @@ class LayerOptimizer:
     ) -> Iterator[_Part]:
         names: Iterable[str] = updated
         if self.owned is not None:
-            names = self._job.tied_in(layer).intersection(updated)  # each holder of one updates all of it
+            # Each holder of a shared parameter updates all of it.
+            names = self._job.tied_in(layer).intersection(updated)
             vector = self.vector_of(layer, updated)
             for units in self.owned.get(layer, ()):
                 for name, start, stop in vector.pieces(units):
@@ -331,7 +335,8 @@ def joined_masters(state: Mapping[str, Any]) -> dict[str, Any]:
             slices[f"module/{match['name']}"].append((int(match["start"]), value))
     for key, parts in slices.items():
         whole, end = torch.empty(state[key].shape, dtype=parts[0][1].dtype), 0
-        for start, part in sorted(parts, key=lambda each: each[0]):  # which may overlap
+        # Slices may overlap.
+        for start, part in sorted(parts, key=lambda each: each[0]):
             if start > end:
                 break
             whole.view(-1)[start : start + part.numel()] = part.view(-1)
@@ -350,7 +355,7 @@ def _kept_in(state: Mapping[str, Any], parameters: Trained) -> dict[str, list[_K
             continue
         key, parameter = match["key"] or _MASTER, parameters[name]
         if key == _MASTER and not (_is_rounded(parameter) and value.dtype == parameter.grad_dtype):
-            continue  # the parameter itself, maybe rounded already
+            continue
         ends = (0, parameter.numel()) if match["start"] is None else (match["start"], match["stop"])
         found[name, int(ends[0]), int(ends[1]), key == _MASTER][key] = value
     by_name: dict[str, list[_Kept]] = defaultdict(list)

@@ -1,8 +1,7 @@
-"""The reductions of gradients over their holders, in a thread beside the operations of the step."""
+"""The reductions of gradients over their holders, beside the operations of the step."""
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -17,44 +16,43 @@ from torch import Tensor
 from chameleon_ft.plan.rest import GradientKey
 from chameleon_ft.schedule import Operation
 from chameleon_ft.sync import Segment, issue_points
-from chameleon_ft.worker.communicators import Communicators, InFlight
+from chameleon_ft.worker.communicators.base import InFlight
 from chameleon_ft.worker.device import side_stream
 from chameleon_ft.worker.execution.bad_steps import Contributions
 from chameleon_ft.worker.execution.gradients import GradientBuffers
 from chameleon_ft.worker.execution.steps import TimedReduction
+from chameleon_ft.worker.mover import Mover
 
-_POLL_S: Final = 0.01
 # Of a bucket, unless a single key has more. Copies of 8 MiB reuse memory of the allocator; those of 32 MiB and more get
 # new pages from the kernel each time, and take four times as long.
 _BUCKET_BYTES: Final = 8 << 20
-_COPIED_BYTES: Final = 2 * _BUCKET_BYTES  # of all copies, unless a single bucket has more
+# The bytes of all copies, unless a single bucket has more.
+_COPIED_BYTES: Final = 2 * _BUCKET_BYTES
 
 
 class Reductions:
     """The gradient reductions of one worker, step after step, through a generation; use as a context manager.
 
-    In each step call `after` before the first operation and after each, then `finish`. A thread of its own reduces the
+    In each step call `after` before the first operation and after each, then `finish`. A task of the mover reduces the
     segments bucket by bucket: it copies a bucket, reduces the copy and writes the sum back when it is complete. So
     whenever the generation ends, every gradient is either the worker's own contribution or the total, and
     `GradientBuffers.totals` tells which. If a reduction is in flight when the context ends, the generation is over, and
-    its communicators are interrupted.
+    the mover is closed. All workers share the order of the segments.
 
     Args:
-        buffers: the worker's gradients; all workers share the order of the segments.
-        operations: the worker's program.
-        zeros: keys to which this worker contributes zeros, because another one contributes their total.
+        zeros: Keys to which this worker contributes zeros, because another one contributes their total.
     """
 
     def __init__(
         self,
         buffers: GradientBuffers,
         operations: Sequence[Operation],
-        communicators: Communicators,
+        mover: Mover,
         *,
         zeros: Collection[GradientKey] = (),
     ) -> None:
         self._buffers = buffers
-        self._communicators = communicators
+        self._mover = mover
         self._zeros = zeros
         reduced = [s for s in buffers.segments if len(s.holders) > 1 and buffers.of(s)]
         self._due: dict[int, list[Segment]] = defaultdict(list)
@@ -64,20 +62,18 @@ class Reductions:
         self._stream = next((side_stream(buffers.of(segment)[0].device) for segment in reduced), None)
         self._own_sums: dict[str, Tensor] = {}
         self._issued: SimpleQueue[_Issued | None] = SimpleQueue()
-        self._ended: SimpleQueue[TimedReduction | BaseException] = SimpleQueue()
-        self._in_flight = 0
-        self._thread = threading.Thread(target=self._reduce_all, name="reductions", daemon=True)
+        # Those of this step; tasks and training share what has ended, under `Mover.changed`.
+        self._num_issued = 0
+        self._ended: list[TimedReduction] = []
 
     def __enter__(self) -> Self:
-        self._thread.start()
+        self._mover.start(self._reduce_all)
         return self
 
     def __exit__(self, *error: object) -> None:
         self._issued.put(None)
-        while self._in_flight and self._thread.is_alive():
-            self._communicators.interrupt()
-            self._thread.join(_POLL_S)
-        self._thread.join()
+        if len(self._ended) < self._num_issued:
+            self._mover.close()
 
     def after(self, count: int) -> None:
         """Issue the segments that are complete after `count` operations of the step.
@@ -90,20 +86,16 @@ class Reductions:
         self._buffers.set_flags(due)
         for segment in due:
             ready = None if self._stream is None else torch.accelerator.current_stream().record_event()
-            self._in_flight += 1
+            self._num_issued += 1
             self._issued.put(_Issued(segment, time.perf_counter(), ready))
 
     def finish(self) -> tuple[TimedReduction, ...]:
         """Block until all segments are reduced. Raises CommunicationError."""
-        found: list[TimedReduction] = []
-        while self._in_flight:
-            ended = self._ended.get()
-            if isinstance(ended, BaseException):
-                raise ended
-            found.append(ended)
-            self._in_flight -= 1
+        with self._mover.changed:
+            self._mover.wait_for(lambda: len(self._ended) == self._num_issued)
+            ended, self._ended, self._num_issued = tuple(self._ended), [], 0
         self._buffers.set_flags()
-        return tuple(found)
+        return ended
 
     def contributions(self) -> Contributions:
         """Return the sums of this worker's own contributions to the gradients of the step, which are all reduced."""
@@ -130,13 +122,11 @@ class Reductions:
 
     def _reduce_all(self) -> None:
         while (issued := self._issued.get()) is not None:
-            try:
-                with nullcontext() if self._stream is None else self._stream:
-                    self._reduce(issued)
-                self._ended.put(TimedReduction(issued.segment, issued.start_s, time.perf_counter()))
-            except BaseException as error:  # noqa: BLE001 - the training thread raises it
-                self._ended.put(error.with_traceback(None))  # a traceback would keep the operation alive
-                return
+            with nullcontext() if self._stream is None else self._stream:
+                self._reduce(issued)
+            with self._mover.changed:
+                self._ended.append(TimedReduction(issued.segment, issued.start_s, time.perf_counter()))
+                self._mover.changed.notify_all()
 
     def _reduce(self, issued: _Issued) -> None:
         if self._stream is not None and issued.ready is not None:
@@ -158,8 +148,11 @@ class Reductions:
         started = _Reducing(bucket)
         for own in by_type.values():
             copy = torch.cat([torch.zeros_like(buffer) if key in self._zeros else buffer for key, buffer in own])
-            self._own_sums[f"{own[0][0]} {copy.dtype}"] = copy.sum(dtype=torch.float32)  # it is in the cache
-            started.parts.append((self._communicators.all_reduce(copy, group), copy, [buffer for _, buffer in own]))
+            # The copy is in the cache.
+            self._own_sums[f"{own[0][0]} {copy.dtype}"] = copy.sum(dtype=torch.float32)
+            started.parts.append(
+                (self._mover.communicators.all_reduce(copy, group), copy, [buffer for _, buffer in own])
+            )
         return started
 
     def _complete(self, reducing: _Reducing) -> None:

@@ -1,7 +1,4 @@
-"""Sums and times of a step, their record in the run directory and their summary for the coordinator.
-
-The state of a step: what a worker holds of it between its first operation and its vote.
-"""
+"""The state of a step between its first operation and its vote; its sums and times, and their records."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from chameleon_ft.protocol.parts import ChannelTimes, OperationTimes
 from chameleon_ft.schedule import Operation, OperationKind
 from chameleon_ft.storage.timelines import RecordedReduction, RecordedStep, StepPart, TimelineLog
 from chameleon_ft.sync import Segment
-from chameleon_ft.worker.communicators import CommunicationError, InFlight
+from chameleon_ft.worker.communicators.base import CommunicationError, InFlight
 from chameleon_ft.worker.execution.backward import SavedActivations, WeightHalf
 
 Result: TypeAlias = tuple[bool, int, int]
@@ -50,14 +47,14 @@ class StepState:
     """The state of one step, which outlives a generation that ends in the middle of it.
 
     Attributes:
-        contributed: hops whose weight gradients have been added to the gradient buffers.
-        saved: hops whose F has run, and whose backward has not begun.
-        deferred: hops whose I has run, and whose W has not.
-        losses: those that this worker has counted, by micro-batch.
-        results: results of operations that are still held: for this worker's own next hop, or because the worker that
+        contributed: Hops whose weight gradients have been added to the gradient buffers.
+        saved: Hops whose F has run, and whose backward has not begun.
+        deferred: Hops whose I has run, and whose W has not.
+        losses: The losses that this worker has counted, by micro-batch.
+        results: Results of operations that are still held: for this worker's own next hop, or because the worker that
             they were sent to may not have used them.
-        spans: of the operations that the program in execution has run, in order.
-        in_flight: messages to be held until they have arrived, at the latest until the step's vote is complete.
+        spans: The operations that the program in execution has run, in order.
+        in_flight: Messages to be held until they have arrived, at the latest until the step's vote is complete.
     """
 
     step: int
@@ -106,9 +103,11 @@ class StepState:
         self.results = {result: tensor for result, tensor in self.results.items() if result in results}
 
 
-_TIMED_MESSAGES: Final = 8  # of each channel in a step: the shortest of some is hardly noise
-_WAITED_S: Final = 2e-4  # a shorter wait may be for a message that is there
-_AFTER_A_CHANGE = 2  # steps of a new generation that are recorded whatever their number
+# Of each channel in a step: the shortest of some is hardly noise.
+_TIMED_MESSAGES: Final = 8
+# A shorter wait may be for a message that is there.
+_WAITED_S: Final = 2e-4
+_RECORDED_AFTER_A_CHANGE = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +196,7 @@ class StepRecorder:
 
     def is_due(self, step: int, *, first_step: int) -> bool:
         """Return whether this step of a generation that began with `first_step` is to be written."""
-        return self.every > 0 and (step % self.every == 0 or step < first_step + _AFTER_A_CHANGE)
+        return self.every > 0 and (step % self.every == 0 or step < first_step + _RECORDED_AFTER_A_CHANGE)
 
     @contextmanager
     def noting_interruption(self, state: StepState, *, generation: int) -> Iterator[None]:
@@ -207,19 +206,10 @@ class StepRecorder:
             yield
         except CommunicationError:
             if self.every:
-                interrupted = RecordedStep(
-                    generation=generation,
-                    step=state.step,
-                    worker=self.worker,
-                    time=start_unix_s,
-                    operations=_since(start_s, state.spans),
-                    reductions=(),
-                    vote_s=(0.0, 0.0),
-                    end_s=time.perf_counter() - start_s,
-                    part="interrupted",
-                    kinds=_letters(state.spans),
-                )
-                self.log.defer(interrupted)
+                vote_s, now_s = (start_s, start_s), time.perf_counter()
+                stats = StepStats(spans=state.spans, vote_s=vote_s, end_s=now_s)
+                times = {"start_s": start_s, "start_unix_s": start_unix_s}
+                self.log.defer(self._recorded(state.step, stats, generation, part="interrupted", **times))
             raise
 
     def record(
@@ -233,12 +223,25 @@ class StepRecorder:
         part: StepPart = "whole",
     ) -> None:
         """Write a step, which began at `start_s` of the clock of `stats`."""
-        recorded = RecordedStep(
+        times = {"start_s": start_s, "start_unix_s": start_unix_s}
+        self.log.append(self._recorded(step, stats, generation, part=part, **times))
+
+    def _recorded(
+        self,
+        step: int,
+        stats: StepStats,
+        generation: int,
+        *,
+        start_s: float,
+        start_unix_s: float,
+        part: StepPart,
+    ) -> RecordedStep:
+        return RecordedStep(
             generation=generation,
             step=step,
             worker=self.worker,
             time=start_unix_s,
-            operations=_since(start_s, stats.spans),
+            operations=tuple((begun - start_s, ended - start_s) for _, begun, ended in stats.spans),
             reductions=tuple(
                 RecordedReduction(
                     timed.segment.layers.start,
@@ -251,18 +254,9 @@ class StepRecorder:
             vote_s=(stats.vote_s[0] - start_s, stats.vote_s[1] - start_s),
             end_s=stats.end_s - start_s,
             part=part,
-            kinds="" if part == "whole" else _letters(stats.spans),
+            kinds="" if part == "whole" else "".join(kind.value for kind, _, _ in stats.spans),
         )
-        self.log.append(recorded)
 
 
 def _rounded(times_s: Sequence[float]) -> tuple[float, ...]:
     return tuple(round(each, 6) for each in times_s)
-
-
-def _since(start_s: float, spans: Sequence[Span]) -> tuple[tuple[float, float], ...]:
-    return tuple((begun - start_s, ended - start_s) for _, begun, ended in spans)
-
-
-def _letters(spans: Sequence[Span]) -> str:
-    return "".join(kind.value for kind, _, _ in spans)

@@ -1,11 +1,9 @@
 """Measures seconds and bytes of each layer, and the fixed seconds of an operation beside its layers.
 
-One hop of a route, computed as the executor does, in phases that can be measured one by one.
-
-Measures what the allocator hands out while something runs: the bytes held before, at the most and after.
-
-On a CPU torch counts nothing by itself, but reports to its profiler every block that is taken and given back, those
-inside kernels too. An accelerator's allocator keeps the figures, rounded up to its blocks.
+A hop of a route is computed as the executor does it, in phases that can be measured one by one. The bytes of a phase
+are those that the allocator hands out: held before, at the most, and after. On a CPU torch counts nothing by itself,
+but reports to its profiler every block that is taken and given back, those inside kernels too. An accelerator's
+allocator keeps the figures, rounded up to its blocks.
 """
 
 from __future__ import annotations
@@ -88,7 +86,8 @@ def _from_events(phases: Mapping[str, Callable[[], None]]) -> dict[str, Held]:
     assert results is not None
     events = results.events()
     blocks = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
-    blocks.sort(key=itemgetter(0))  # and nothing else: what happens in the same nanosecond stays in order
+    # By time alone: blocks of the same nanosecond stay in order.
+    blocks.sort(key=itemgetter(0))
     marks = {event.name(): event for event in events if event.name().startswith(_MARK)}
     found: dict[str, Held] = {}
     held = at = 0
@@ -142,10 +141,8 @@ class ModelOnDevice:
     def boundary_before(self, layer: int, *, alike: bool = False) -> Tensor:
         """Return the samples, or a random tensor of the shape and type that `layer` receives.
 
-        An integer one is all zeros, a value that every layer accepts.
-
-        Args:
-            alike: whether all vectors of the random tensor are equal; samples stay as they are.
+        An integer one is all zeros, a value that every layer accepts. If `alike`, all vectors of the random tensor are
+        equal; samples stay as they are.
         """
         if layer == 0:
             return self.samples[0]
@@ -207,9 +204,7 @@ class ResidentLayers:
 class Hop:
     """Runs `layers`, which are resident, on one micro-batch, phase by phase.
 
-    Args:
-        selective: whether all of them are recomputed selectively.
-        alike: whether all vectors of the input are equal.
+    All of them may be recomputed selectively, and all vectors of the input may be equal.
     """
 
     def __init__(
@@ -424,7 +419,7 @@ class _HopBytes:
 def _max_bytes(resident: ResidentLayers, *, selective: bool = False) -> _HopBytes:
     """Return the bytes of the one layer for any input between those whose vectors all differ and are all equal."""
     found = _bytes_of(Hop(resident, resident.layers, selective=selective))
-    if resident.layers.start == 0:  # its input is that of the samples
+    if resident.layers.start == 0:
         return found
     return found.at_most(_bytes_of(Hop(resident, resident.layers, selective=selective, alike=True)))
 

@@ -1,12 +1,10 @@
 """Measures the link between two processes, of this host or of two, and reductions over processes of this host.
 
-Timed messages and reductions between processes, each with the communicators of a rank.
+Messages and reductions between processes are timed, each with the communicators of a rank.
 
-The connection between two hosts that measure the link between them: both ends know a token, and prove it.
-
-Both ends draw a number; the keys of the two directions follow from these and the token. Every message carries its
-HMAC with its place in the order, so that none can be made up, left out, repeated or answered by another. Nothing that
-is not authenticated is parsed.
+Both ends of the connection between two hosts know a token, and prove it. Both draw a number; the keys of the two
+directions follow from these and the token. Every message carries its HMAC with its place in the order, so that none can
+be made up, left out, repeated or answered by another. Nothing that is not authenticated is parsed.
 """
 
 from __future__ import annotations
@@ -41,9 +39,9 @@ from chameleon_ft.host.fork_server import ForkServer, receive
 from chameleon_ft.protocol.address import join_address, local_address_towards, split_address
 from chameleon_ft.protocol.codec import decode, encode
 from chameleon_ft.protocol.messages import Message, Publish
-from chameleon_ft.worker.communicators import Channel, Communicators, Membership, Rendezvous, communicators_for
+from chameleon_ft.worker.communicators.base import Channel, Communicators, Membership, Rendezvous
 from chameleon_ft.worker.communicators.store import GenerationStore, open_store, serve_store
-from chameleon_ft.worker.device import claim_device, wait_for_stream
+from chameleon_ft.worker.device import claim_device, communicators_for, wait_for_stream
 
 _NONCE_BYTES: Final = 32
 _MAC_BYTES: Final = 32
@@ -271,7 +269,7 @@ def _member_main(descriptor: int, *connections: int, member: Member) -> None:
         found = _take_part(member)
     except ChameleonError as error:
         found = ControlError(f"links cannot be measured: {error}")
-    with contextlib.suppress(OSError):  # the receiver may be gone after an interrupt
+    with contextlib.suppress(OSError):
         Connection(descriptor, readable=False).send(found)
 
 
@@ -340,7 +338,8 @@ class _Exchanging:
             receive.wait()
             wait_for_stream(self.device)
             if number + 1 < count:
-                receive = self.communicators.receive(there, peer=0, tag=_TAG)  # before it is needed, as a rank does
+                # Posted before it is needed, as a rank does.
+                receive = self.communicators.receive(there, peer=0, tag=_TAG)
             self.communicators.send(back, peer=0, tag=_TAG).wait()
 
     def _reduce(self, group: tuple[int, ...], num_bytes: int) -> list[float]:

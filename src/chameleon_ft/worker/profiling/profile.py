@@ -38,7 +38,8 @@ def measure_profile(
     model = ModelOnDevice(load_job(config.job, config), config, device)
     with users_errors(config):
         layers = measure_layers(model, repeats=repeats, progress=progress)
-    memory_bytes = worker_memory_bytes(config, device)  # before other processes use the device
+    # Before other processes use the device.
+    memory_bytes = worker_memory_bytes(config, device)
     sizes = message_sizes(info.boundary_bytes)
     progress("links inside this host")
     local = measure_local_links(config, message_bytes=sizes, repeats=repeats)

@@ -1,12 +1,10 @@
-"""Messages that carry the state of layers from one worker to another: a description, the tensors, their checksums.
+"""Messages that carry the state of layers from one worker to another, and memory for layers before they arrive.
 
 Under one tag a sender sends, in this order: size and checksum of the description; the description, with type and shape
 of every tensor of every layer and the value of everything else; then for each layer its tensors, large ones in pieces,
 and the checksum of each piece. The receiver needs no knowledge of the sender's optimizer, and neither side copies a
 tensor. Because the receiver knows all layers from the beginning, it can allocate and receive the next layer while it
 works on the previous one.
-
-Preallocates memory for layers before they arrive.
 
 The first touch of a page that the system gives out costs as much as receiving it. So that a transfer does not wait for
 that, a thread allocates while the rank waits for something else: blank layers for the parameters, and a block of memory
@@ -22,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -30,15 +29,20 @@ from torch import Tensor
 
 from chameleon_ft.errors import ControlError
 from chameleon_ft.job import Job
-from chameleon_ft.worker.communicators import CommunicationError, Communicators, InFlight
+from chameleon_ft.models.build import tensor_bytes
+from chameleon_ft.worker.communicators.base import CommunicationError, Communicators, InFlight
 from chameleon_ft.worker.device import is_host_memory
 from chameleon_ft.worker.execution.layers import HeldLayer, LayerState
 from chameleon_ft.worker.state_transfer.description import decode_description, encode_description
 
-_CHUNK_BYTES: Final = 1 << 24  # between two looks at whether it is still wanted: some milliseconds
-_ALIGNMENT: Final = 64  # bytes, as torch's allocator has it on a CPU
-_TENSORS: Final = 4  # of a parameter, kept by an optimizer; no common one keeps more
-_MIN_BYTES: Final = 1 << 12  # a smaller tensor has no page of its own
+# Touched in some milliseconds, between two looks at whether it is still wanted.
+_CHUNK_BYTES: Final = 1 << 24
+# In bytes, as torch's allocator has it on a CPU.
+_ALIGNMENT: Final = 64
+# No common optimizer keeps more tensors of a parameter.
+_TENSORS: Final = 4
+# A smaller tensor has no page of its own.
+_MIN_BYTES: Final = 1 << 12
 
 
 class Memory:
@@ -80,8 +84,8 @@ class LayerAllocator:
     """Allocates layers, ahead of their arrival if possible.
 
     Args:
-        ahead: whether host memory is allocated before it is needed. An accelerator's costs nothing to touch.
-        is_divided: whether owners of slices have the masters of parameters.
+        ahead: Allocate host memory before it is needed. An accelerator's costs nothing to touch.
+        is_divided: Owners of slices have the masters of parameters.
     """
 
     def __init__(self, job: Job, *, seed: int, device: torch.device, ahead: bool, is_divided: bool = False) -> None:
@@ -90,18 +94,17 @@ class LayerAllocator:
         self._device = device
         self._is_divided = is_divided
         self._ahead = ahead and is_host_memory(device)
-        # Only this thread builds layers, because their factories draw from one global generator.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="preallocation")
         self._pending: dict[int, Future[Allocation]] = {}
-        self._lock = threading.Lock()  # of `_pending`: a generation is prepared during training
+        # Held to change `_pending`: a generation is prepared during training.
+        self._lock = threading.Lock()
         self._stop = threading.Event()
 
     def preallocate(self, state_bytes: Mapping[int, int], *, then: Callable[[], object] = lambda: None) -> None:
         """Begin to allocate these layers, in this order, and release any other.
 
-        Args:
-            state_bytes: layer -> bytes of its state, the optimizer's included.
-            then: called at the end, perhaps by another thread.
+        `state_bytes` has the bytes of each layer's state, the optimizer's included. `then` is called at the end,
+        perhaps by another thread.
         """
         if not self._ahead:
             then()
@@ -151,17 +154,21 @@ class LayerAllocator:
         rest += _TENSORS * _ALIGNMENT * sum(1 for _ in blank.module.parameters())
         try:
             memory = Memory(rest)
-        except RuntimeError:  # no memory for all of it at once; piece by piece, as it arrives, the layer may fit
+        except RuntimeError:
+            # Memory does not hold all of it at once; piece by piece, as it arrives, the layer may fit.
             return Allocation(blank)
         memory.touch(unless=self._stop.is_set)
         return Allocation(blank, memory)
 
 
-_PIECE_BYTES: Final = 1 << 22  # a piece is checked while the next one arrives
-_PIECES_IN_FLIGHT: Final = 2  # of a layer that gives way to other messages
+# A piece is checked while the next one arrives.
+_PIECE_BYTES: Final = 1 << 22
+# Of a layer that gives way to other messages.
+_PIECES_IN_FLIGHT: Final = 2
 _COLUMNS: Final = 4096
 _ROW_BYTES: Final = 8 * _COLUMNS
-_ROWS_AT_ONCE: Final = 1 << 12  # enough to amortize a launch
+# Enough to amortize a launch.
+_ROWS_AT_ONCE: Final = 1 << 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,29 +176,22 @@ class OutgoingLayer:
     """A layer to send.
 
     Attributes:
-        state: as `HeldLayers.state_of` gives it.
-        num_bytes: the layer's bytes in the profile, for emulated links.
-        checksums: `layer_checksums` of the state, possibly still in progress.
+        state: The state that `HeldLayers.state_of` gives.
+        num_bytes: The layer's bytes in the profile, for emulated links.
+        checksums: Returns `layer_checksums` of the state, and is called once the tensors are on their way.
     """
 
     state: Mapping[str, Any]
     num_bytes: int
-    checksums: Future[list[int]]
-
-
-def tensor_bytes(state: Mapping[str, Any]) -> int:
-    """Return the bytes of the tensors of a state."""
-    return sum(value.nbytes for value in state.values() if isinstance(value, Tensor))
+    checksums: Callable[[], list[int]]
 
 
 class OutgoingLayers:
     """Layers sent to one worker in order, after a description of all layers.
 
     Args:
-        layers: in sending order.
-        peer: the receiver.
-        device: tensors are sent from it; tensors elsewhere, such as an optimizer's counter, are copied to it first.
-        gives_way: whether other messages to the receiver wait for few pieces at most.
+        device: Tensors are sent from it; tensors elsewhere, such as an optimizer's counter, are copied to it first.
+        gives_way: Other messages to the receiver wait for few pieces at most.
 
     Raises:
         CommunicationError: the peer is gone. The methods raise it too.
@@ -232,7 +232,7 @@ class OutgoingLayers:
             if self._gives_way and len(sent) >= _PIECES_IN_FLIGHT:
                 sent[-_PIECES_IN_FLIGHT][0].wait()
             sent.append(self._send(piece, layer.num_bytes * piece.numel() // total))
-        if checksums := layer.checksums.result():
+        if checksums := layer.checksums():
             sent.append(self._send(torch.tensor(checksums, dtype=torch.int64, device=self._device)))
         self._in_flight.append(sent)
 
@@ -240,7 +240,8 @@ class OutgoingLayers:
         """Block until the earliest layer in flight has arrived."""
         sent = self._in_flight.popleft()
         if sent:
-            sent[-1][0].wait()  # messages arrive in the order of sending
+            # Messages arrive in the order of sending.
+            sent[-1][0].wait()
 
     def _send(self, tensor: Tensor, stands_for_bytes: int = 0) -> tuple[InFlight, Tensor]:
         sending = self._communicators.send(tensor, peer=self._peer, tag=self._tag, stands_for_bytes=stands_for_bytes)
@@ -330,6 +331,39 @@ class IncomingLayers:
             )
 
 
+def send_state(
+    state: Mapping[str, Any],
+    communicators: Communicators,
+    *,
+    peer: int,
+    tag: int,
+    device: torch.device,
+    num_bytes: int,
+    gives_way: bool = False,
+) -> OutgoingLayers:
+    """Start sending a single state; `finish_next` waits until it has arrived."""
+    layer = OutgoingLayer(state, num_bytes, partial(layer_checksums, state, device))
+    outgoing = OutgoingLayers([layer], communicators, peer=peer, tag=tag, device=device, gives_way=gives_way)
+    outgoing.start_next()
+    return outgoing
+
+
+def receive_state(
+    communicators: Communicators,
+    *,
+    peer: int,
+    tag: int,
+    device: torch.device,
+    targets: Mapping[str, Tensor],
+    memory: Memory | None = None,
+) -> LayerState:
+    """Receive what `send_state` sends; see `IncomingLayers`. Raises CommunicationError."""
+    incoming = IncomingLayers(communicators, peer=peer, tag=tag, device=device)
+    incoming.describe()
+    incoming.start_next(targets, memory)
+    return incoming.finish_next()
+
+
 def layer_checksums(state: Mapping[str, Any], device: torch.device) -> list[int]:
     """Return the checksums of all pieces of a layer that is sent from `device`, in order."""
     return [checksum(piece) for piece in _pieces_of(state, device)]
@@ -358,7 +392,8 @@ def checksum_of_sums(data: Tensor) -> int:
         return rest
     table = data[:whole]
     if table.storage_offset() % 8:
-        table = table.clone()  # torch requires aligned words
+        # Torch requires aligned words.
+        table = table.clone()
     words = table.view(torch.int64).view(-1, _COLUMNS)
     columns = torch.zeros(_COLUMNS, dtype=torch.int64, device=data.device)
     rows = []

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import groupby
 from typing import NamedTuple
 
 import torch
 
+from chameleon_ft.models.build import tensor_bytes
 from chameleon_ft.plan.shards import SliceMove
 from chameleon_ft.protocol.parts import Transition
-from chameleon_ft.worker.communicators import Channel, CommunicationError, Communicators
-from chameleon_ft.worker.communicators.base import Tag, tag_of_layer
-from chameleon_ft.worker.control_client import Activity
+from chameleon_ft.worker.communicators.base import Channel, CommunicationError, Communicators, Tag, tag_of_layer
+from chameleon_ft.worker.context import RankContext
 from chameleon_ft.worker.execution.layers import HeldLayers, LayerState
-from chameleon_ft.worker.fault_injection import FaultInjector
 from chameleon_ft.worker.state_transfer.layer_messages import (
     Allocation,
     IncomingLayers,
@@ -24,7 +23,8 @@ from chameleon_ft.worker.state_transfer.layer_messages import (
     OutgoingLayer,
     OutgoingLayers,
     layer_checksums,
-    tensor_bytes,
+    receive_state,
+    send_state,
 )
 
 
@@ -37,52 +37,39 @@ class _Move(NamedTuple):
 
 
 class StateTransfer:
-    """Carries out transitions. Whatever needs no communicators begins before they are open.
+    """Carries out transitions. Whatever needs no communicators begins before they are open."""
 
-    Args:
-        stand_ins: whether the layers stand for those of a profile, whose bytes are counted then.
-    """
-
-    def __init__(
-        self,
-        worker: int,
-        device: torch.device,
-        *,
-        allocator: LayerAllocator,
-        activity: Activity,
-        faults: FaultInjector,
-        stand_ins: bool = False,
-    ) -> None:
-        self.worker = worker
-        self.device = device
+    def __init__(self, rank: RankContext, allocator: LayerAllocator) -> None:
+        self.rank = rank
         self.allocator = allocator
-        self.activity = activity
-        self.stand_ins = stand_ins
         self.outgoing: dict[int, OutgoingLayer] = {}
-        self._slices: dict[int, LayerState] = {}  # received, by layer
-        self._faults = faults
-        self._checksums = ThreadPoolExecutor(1, thread_name_prefix="checksums")
+        self._received_slices: dict[int, LayerState] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checksums")
+        self._checksums: list[Future[list[int]]] = []
 
     def begin(self, transition: Transition, held: HeldLayers) -> None:
         """Begin to allocate incoming layers, and to compute the checksums of outgoing ones, which must not change."""
         moves = [_Move(*move) for move in transition.moves]
-        self.allocator.preallocate({move.layer: move.num_bytes for move in moves if move.destination == self.worker})
+        self.allocator.preallocate(
+            {move.layer: move.num_bytes for move in moves if move.destination == self.rank.worker}
+        )
         for move in moves:
-            if move.source == self.worker and move.layer not in self.outgoing:
+            if move.source == self.rank.worker and move.layer not in self.outgoing:
                 state = held.state_of(move.layer)
-                checksums = self._checksums.submit(layer_checksums, state, self.device)
-                self.outgoing[move.layer] = OutgoingLayer(state, move.num_bytes, checksums)
+                self._checksums.append(self._thread.submit(layer_checksums, state, self.rank.device))
+                self.outgoing[move.layer] = OutgoingLayer(state, move.num_bytes, self._checksums[-1].result)
 
     def end(self) -> None:
         """Release everything that was begun and has not been used."""
         self.allocator.drop()
-        for layer in self.outgoing.values():
-            layer.checksums.cancel()
+        for checksums in self._checksums:
+            checksums.cancel()
+        self._checksums.clear()
         self.outgoing.clear()
 
     def take_slices(self) -> dict[int, LayerState]:
         """Return the slices of optimizer state that have been received since the last call, by layer."""
-        slices, self._slices = self._slices, {}
+        slices, self._received_slices = self._received_slices, {}
         return slices
 
     def carry_out(
@@ -99,8 +86,8 @@ class StateTransfer:
         Received layers are added to `held`, and slices are kept for `take_slices`; nothing is dropped.
 
         Args:
-            step: the step that comes next.
-            slices: of the optimizer's state, as they move between all participants.
+            step: The step that comes next.
+            slices: The slices of the optimizer's state that move between all participants.
 
         Returns:
             Bytes that all workers together have received.
@@ -109,7 +96,7 @@ class StateTransfer:
             CommunicationError: the generation has ended, or a layer has arrived damaged. No worker has switched because
                 of this one; the coordinator finds out whether any has.
         """
-        self._slices = {}
+        self._received_slices = {}
         received = self._move([_Move(*move) for move in transition.moves], held, communicators, step)
         received += self._move_slices(slices, held, communicators)
         self.end()
@@ -117,8 +104,8 @@ class StateTransfer:
         participants = transition.participants
         if len(participants) > 1:
             result = communicators.vote(ballot, participants)
-            self._faults.at("confirm", step)
-            with self.activity.waiting("confirmation", for_message=True):
+            self.rank.faults.at("confirm", step)
+            with self.rank.activity.waiting("confirmation", for_message=True):
                 result.wait()
         moved, confirmed = map(float, ballot)
         if round(confirmed) != len(participants):
@@ -138,52 +125,40 @@ class StateTransfer:
         fault_at = sum(exchange.slots for exchange in rounds) // 2
         number = received = 0
         for exchange in rounds:
-            self.activity.begin("transfer")
+            self.rank.activity.begin("transfer")
             exchange.begin()
             for slot in range(exchange.slots):
-                self.activity.begin("transfer")
+                self.rank.activity.begin("transfer")
                 if number == fault_at:
-                    self._faults.at("transfer", step)
+                    self.rank.faults.at("transfer", step)
                 received += exchange.finish(slot)
                 number += 1
         if not rounds:
-            self._faults.at("transfer", step)
+            self.rank.faults.at("transfer", step)
         return received
 
     def _move_slices(self, moves: Sequence[SliceMove], held: HeldLayers, communicators: Communicators) -> int:
         """Send slices to all other workers, then receive from each; return the bytes received."""
-        self.activity.begin("transfer of slices")
-        outgoing: dict[int, list[SliceMove]] = defaultdict(list)
-        incoming: dict[int, list[SliceMove]] = defaultdict(list)
+        activity, worker, device = self.rank.activity, self.rank.worker, self.rank.device
+        activity.begin("transfer of slices")
+        sending: list[OutgoingLayers] = []
         for move in moves:
-            if move.source == self.worker:
-                outgoing[move.destination].append(move)
-            elif move.destination == self.worker:
-                incoming[move.source].append(move)
-        sending = []
-        for peer, own in outgoing.items():
-            states = [held.state_of_slice(move.layer, (move.start, move.stop)) for move in own]
-            slices = [
-                OutgoingLayer(state, tensor_bytes(state), self._checksums.submit(layer_checksums, state, self.device))
-                for state in states
-            ]
-            sending.append(OutgoingLayers(slices, communicators, peer=peer, tag=Tag.SLICE, device=self.device))
-            for _ in own:
-                sending[-1].start_next()
+            if move.source == worker:
+                state = held.state_of_slice(move.layer, (move.start, move.stop))
+                to, num_bytes = move.destination, tensor_bytes(state)
+                sending.append(
+                    send_state(state, communicators, peer=to, tag=Tag.SLICE, device=device, num_bytes=num_bytes)
+                )
         received = 0
-        for peer, own in incoming.items():
-            arriving = IncomingLayers(communicators, peer=peer, tag=Tag.SLICE, device=self.device)
-            with self.activity.waiting(f"slices of worker {peer}", for_message=True, peer=peer):
-                arriving.describe()
-                for move in own:
-                    arriving.start_next({})
-                    state = arriving.finish_next()
-                    self._slices.setdefault(move.layer, {}).update(state)
-                    received += tensor_bytes(state)
-        with self.activity.waiting("transfer of slices", for_message=True):
-            for each, own in zip(sending, outgoing.values(), strict=True):
-                for _ in own:
-                    each.finish_next()
+        for move in moves:
+            if move.destination == worker:
+                with activity.waiting(f"slices of worker {move.source}", for_message=True, peer=move.source):
+                    state = receive_state(communicators, peer=move.source, tag=Tag.SLICE, device=device, targets={})
+                self._received_slices.setdefault(move.layer, {}).update(state)
+                received += tensor_bytes(state)
+        with activity.waiting("transfer of slices", for_message=True):
+            for outgoing in sending:
+                outgoing.finish_next()
         return received
 
 
@@ -197,8 +172,8 @@ class _Exchange:
         self, transfer: StateTransfer, moves: Sequence[_Move], held: HeldLayers, communicators: Communicators
     ) -> None:
         self._transfer = transfer
-        self._outgoing = [move for move in moves if move.source == transfer.worker]
-        self._incoming = [move for move in moves if move.destination == transfer.worker]
+        self._outgoing = [move for move in moves if move.source == transfer.rank.worker]
+        self._incoming = [move for move in moves if move.destination == transfer.rank.worker]
         self._held = held
         self._communicators = communicators
         self._out: OutgoingLayers | None = None
@@ -208,7 +183,7 @@ class _Exchange:
 
     def begin(self) -> None:
         """Exchange descriptions and start the first layers. Raises CommunicationError."""
-        communicators, device = self._communicators, self._transfer.device
+        communicators, device = self._communicators, self._transfer.rank.device
         if self._outgoing:
             first = self._outgoing[0]
             layers = [self._transfer.outgoing[move.layer] for move in self._outgoing]
@@ -218,7 +193,7 @@ class _Exchange:
         if self._incoming:
             first = self._incoming[0]
             self._in = IncomingLayers(communicators, peer=first.source, tag=tag_of_layer(first.layer), device=device)
-            with self._transfer.activity.waiting(
+            with self._transfer.rank.activity.waiting(
                 f"the layers of worker {first.source}", for_message=True, peer=first.source
             ):
                 self._in.describe()
@@ -234,14 +209,14 @@ class _Exchange:
         received = 0
         if self._in is not None and slot < len(self._incoming):
             move = self._incoming[slot]
-            with self._transfer.activity.waiting(
+            with self._transfer.rank.activity.waiting(
                 f"layer {move.layer} of worker {move.source}", for_message=True, peer=move.source
             ):
                 state = self._in.finish_next()
             self._held.take_in(move.layer, state, self._arriving.popleft().layer)
-            received = move.num_bytes if self._transfer.stand_ins else tensor_bytes(state)
+            received = tensor_bytes(state) if self._transfer.rank.stand_in_scale is None else move.num_bytes
         if self._out is not None and slot < len(self._outgoing):
-            with self._transfer.activity.waiting("transfer", for_message=True):
+            with self._transfer.rank.activity.waiting("transfer", for_message=True):
                 self._out.finish_next()
         return received
 

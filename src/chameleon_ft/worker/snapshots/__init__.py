@@ -1,1 +1,0 @@
-"""Snapshots of the training state in the memory of ranks."""
