@@ -27,7 +27,8 @@ _VARYING: Final = (
     (r"(?<=127\.0\.0\.1:)\d{4,5}\b", "<port>"),
     (r"\b0x[0-9a-f]{6,}\b", "<address>"),
     (r"\b[0-9a-f]{32}\b", "<id>"),
-    (r"\bprocess \d+ on \S+", "process <pid> on <host>"),
+    (r"\bprocess \d+ on [^\s;,]+", "process <pid> on <host>"),
+    (r"(?<=-)\d{8}-\d{6}\b", "<time>"),
     (r"(?m)[ \t]+$", ""),
 )
 

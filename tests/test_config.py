@@ -30,12 +30,12 @@ from chameleon_ft.config import (
     read_recorded_toml,
 )
 from chameleon_ft.errors import ConfigError
-from tests.golden import refused
+from tests.golden import message, refused
 
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.toml"))
 
 
-def message(data: dict[str, Any], model: type[RunConfig] = TrainConfig) -> str:
+def error_of(data: dict[str, Any], model: type[RunConfig] = TrainConfig) -> str:
     with pytest.raises(ConfigError) as caught:
         parse_config(model, data, source="run.toml")
     return str(caught.value)
@@ -50,124 +50,81 @@ def test_places_of_the_lease(lease: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "expected"),
+    "data",
     [
-        ({"paralel": {}}, "paralel: unknown key; did you mean parallel?"),
-        ({"batch": {"micro_batch": 4}}, "batch.micro_batch: unknown key; did you mean batch.micro_batch"),
-        ({"micro_batches": 4}, "micro_batches: unknown key; did you mean batch.micro_batches?"),
-        ({"model": {"wombat": 4}}, "model.wombat: unknown key; known here: vocab_size, dim"),
-        ({"failures": [{"step": 1, "worker": 0, "fase": "sync"}]}, "failures[0].fase: unknown key; did you mean"),
-        ({"failures": [{"step": 1}]}, "failures[0].worker: is missing"),
-        ({"steps": 0}, "steps = 0: should be greater than or equal to 1"),
-        ({"steps": "many"}, 'steps = "many": should be a valid integer'),
-        ({"steps": True}, "steps = True: should be a valid integer"),
-        ({"workers": 10**9}, "workers = 1000000000: should be less than or equal to 100000"),
-        ({"batch": {"micro_batches": 10**9}}, "micro_batches = 1000000000: should be less than or equal to 1000000"),
-        ({"steps": 2.0}, "steps = 2.0: should be a valid integer"),
-        ({"optimizer": {"lr": float("nan")}}, "optimizer.lr = nan: should be a finite number"),
-        ({"recovery": {"policy": "magic"}}, "recovery.policy = \"magic\": should be 'chameleon', 'reroute'"),
-        ({"policy": "magic"}, "policy: unknown key; did you mean recovery.policy?"),
-        (
-            {"recovery": {"worker_mtbf_hours": 0.0}},
-            "recovery.worker_mtbf_hours = 0.0: should be greater than or equal to",
-        ),
-        (
-            {"recovery": {"prior_weight": 1e13}},
-            "recovery.prior_weight = 10000000000000.0: should be less than or equal to",
-        ),
-        ({"control": {"lease": "etcd"}}, 'control.lease = "etcd": should be files, etcd://HOST:PORT'),
-        ({"control": {"lease": "etcd://root:secret@a:2379"}}, "should be files, etcd://HOST:PORT"),
-        ({"control": {"lease": "etcd://a:2379,b"}}, "should be files, etcd://HOST:PORT"),
-        ({"control": {"lease": "kubernetes://Team"}}, "should be files, etcd://HOST:PORT"),
-        ({"control": {"lease_s": 0.0}}, "control.lease_s = 0.0: should be greater than 0"),
-        ({"recovery": {"prior_weight": 0.0}}, "recovery.prior_weight = 0.0: should be greater than or equal to"),
-        (
-            {"recovery": {"restart_cost_s": -1.0}},
-            "recovery.restart_cost_s = -1.0: should be greater than or equal to 0",
-        ),
-        ({"failures": [{"step": 1, "worker": 0, "kind": "melt"}]}, "failures[0].kind = \"melt\": should be 'kill'"),
+        {"paralel": {}},
+        {"batch": {"micro_batch": 4}},
+        {"micro_batches": 4},
+        {"model": {"wombat": 4}},
+        {"failures": [{"step": 1, "worker": 0, "fase": "sync"}]},
+        {"failures": [{"step": 1}]},
+        {"steps": 0},
+        {"steps": "many"},
+        {"steps": True},
+        {"workers": 10**9},
+        {"batch": {"micro_batches": 10**9}},
+        {"steps": 2.0},
+        {"optimizer": {"lr": float("nan")}},
+        {"recovery": {"policy": "magic"}},
+        {"policy": "magic"},
+        {"recovery": {"worker_mtbf_hours": 0.0}},
+        {"recovery": {"prior_weight": 1e13}},
+        {"control": {"lease": "etcd"}},
+        {"control": {"lease": "etcd://root:secret@a:2379"}},
+        {"control": {"lease": "etcd://a:2379,b"}},
+        {"control": {"lease": "kubernetes://Team"}},
+        {"control": {"lease_s": 0.0}},
+        {"recovery": {"prior_weight": 0.0}},
+        {"recovery": {"restart_cost_s": -1.0}},
+        {"failures": [{"step": 1, "worker": 0, "kind": "melt"}]},
     ],
 )
-def test_a_wrong_key_or_value_is_named_with_the_expected_one(data: dict[str, Any], expected: str) -> None:
-    assert expected in message(data)
+def test_a_wrong_key_or_value_is_named_with_the_expected_one(data: dict[str, Any]) -> None:
+    message(error_of(data))
 
 
 def test_all_mistakes_are_listed_at_once() -> None:
-    text = message({"stepz": 1, "workers": -1, "model": {"dim": "wide"}})
+    text = error_of({"stepz": 1, "workers": -1, "model": {"dim": "wide"}})
     assert text.startswith("run.toml: 3 errors:")
     assert all(key in text for key in ("stepz", "workers = -1", 'model.dim = "wide"'))
 
 
 @pytest.mark.parametrize(
-    ("data", "expected"),
+    "data",
     [
-        ({"workers": 6}, "workers = 6: must equal parallel.dp * parallel.pp = 2 * 2 = 4; set workers to 4"),
-        ({"parallel": {"dp": 3}, "workers": 6}, "batch.micro_batches = 8: must divide evenly over parallel.dp = 3"),
-        ({"parallel": {"dp": 3}, "workers": 6}, "take 6 or 9"),
-        ({"parallel": {"dp": 1, "pp": 9}, "workers": 9}, "parallel.pp = 9: asks for more stages than the model has"),
-        ({"failures": [{"step": 1, "worker": 0, "kind": "slow"}]}, "failures[0].factor = None: is missing; kind"),
-        (
-            {"failures": [{"step": 1, "worker": 0, "factor": 0.5}]},
-            "failures[0].factor = 0.5: only the kinds slow",
-        ),
-        ({"failures": [{"step": 1, "worker": 4}]}, "failures[0].worker = 4: there is no such worker: the run has 4"),
-        ({"failures": [{"step": 100, "worker": 1}]}, "failures[0].step = 100: there is no such step: the run has 100"),
-        (
-            {"failures": [{"step": 1, "worker": 1}, {"step": 2, "worker": 1}]},
-            "failures[1].worker = 1: already fails in failures[0]",
-        ),
-        (
-            {"failures": [{"step": 1, "worker": 1, "phase": "checkpoint"}], "checkpoint": {"every": 0}},
-            'failures[0].phase = "checkpoint": no chec',
-        ),
-        ({"backend": "nccl"}, 'backend = "nccl": does not send the tensors of device = "cpu"; use gloo'),
-        (
-            {"device": "npu", "backend": "nccl"},
-            'backend = "nccl": does not send the tensors of device = "npu"; use gloo',
-        ),
-        (
-            {"device": "cuda", "backend": "nccl", "parallel": {"optimizer_redundancy": 2}},
-            "parallel.optimizer_redundancy = 2: the holders of a layer share its optimizer state only over gloo so far",
-        ),
-        (
-            {"device": "cuda", "backend": "nccl", "snapshots": {"every": 5}},
-            "snapshots.every = 5: snapshots are sent during training only over gloo so far; leave it out",
-        ),
-        (
-            {"device": "cuda", "backend": "nccl", "failures": [{"step": 1, "worker": 1, "phase": "snapshot"}]},
-            'failures[0].phase = "snapshot": no snapshot is taken',
-        ),
-        ({"device": "npu", "backend": "hccl"}, 'backend = "hccl": its communicators are not written'),
-        ({"device": "xpu", "backend": "xccl"}, 'backend = "xccl": its communicators are not written'),
-        ({"share_devices": True}, "share_devices = True: needs an accelerator"),
-        (
-            {"device": "cuda", "backend": "nccl", "share_devices": True},
-            "share_devices = True: needs the backend gloo",
-        ),
-        (
-            {"timeouts": {"heartbeat_timeout_s": 20.0}},
-            "timeouts.watchdog_min_s = 10.0: must be longer than heartbeat_timeout_s = 20",
-        ),
-        (
-            {"timeouts": {"collective_timeout_s": 1.0}},
-            "timeouts.collective_timeout_s = 1.0: must be longer than watchdog_min_s",
-        ),
-        ({"timeouts": {"first_step_s": 1e12}}, "timeouts.first_step_s = 1000000000000.0: should be 1e+09 at most"),
-        ({"timeouts": {"rendezvous_s": 9.0}}, "timeouts.rendezvous_s = 9.0: must be longer than watchdog_min_s"),
-        ({"timeouts": {"collective_timeout_s": -1}}, "timeouts.collective_timeout_s = -1: should be"),
-        (
-            {"timeouts": {"collective_timeout_s": 130.0}},
-            "timeouts.rendezvous_s = 120.0: must be longer than collective_timeout_s",
-        ),
-        ({"model": {"dim": 130}}, "model.dim = 130: must be a multiple of num_heads = 4"),
-        ({"model": {"dim": 12}}, "model.dim = 12: gives heads of width 3"),
-        ({"model": {"num_kv_heads": 3}}, "model.num_heads = 4: must be a multiple of num_kv_heads = 3"),
-        ({"optimizer": {"min_lr": 1.0}}, "optimizer.min_lr = 1.0: must not exceed lr"),
-        ({"data": {"format": "text"}, "model": {"vocab_size": 100}}, "model.vocab_size = 100: text is read as bytes"),
+        {"workers": 6},
+        {"parallel": {"dp": 3}, "workers": 6},
+        {"parallel": {"dp": 1, "pp": 9}, "workers": 9},
+        {"failures": [{"step": 1, "worker": 0, "kind": "slow"}]},
+        {"failures": [{"step": 1, "worker": 0, "factor": 0.5}]},
+        {"failures": [{"step": 1, "worker": 4}]},
+        {"failures": [{"step": 100, "worker": 1}]},
+        {"failures": [{"step": 1, "worker": 1}, {"step": 2, "worker": 1}]},
+        {"failures": [{"step": 1, "worker": 1, "phase": "checkpoint"}], "checkpoint": {"every": 0}},
+        {"backend": "nccl"},
+        {"device": "npu", "backend": "nccl"},
+        {"device": "cuda", "backend": "nccl", "parallel": {"optimizer_redundancy": 2}},
+        {"device": "cuda", "backend": "nccl", "snapshots": {"every": 5}},
+        {"device": "cuda", "backend": "nccl", "failures": [{"step": 1, "worker": 1, "phase": "snapshot"}]},
+        {"device": "npu", "backend": "hccl"},
+        {"device": "xpu", "backend": "xccl"},
+        {"share_devices": True},
+        {"device": "cuda", "backend": "nccl", "share_devices": True},
+        {"timeouts": {"heartbeat_timeout_s": 20.0}},
+        {"timeouts": {"collective_timeout_s": 1.0}},
+        {"timeouts": {"first_step_s": 1e12}},
+        {"timeouts": {"rendezvous_s": 9.0}},
+        {"timeouts": {"collective_timeout_s": -1}},
+        {"timeouts": {"collective_timeout_s": 130.0}},
+        {"model": {"dim": 130}},
+        {"model": {"dim": 12}},
+        {"model": {"num_kv_heads": 3}},
+        {"optimizer": {"min_lr": 1.0}},
+        {"data": {"format": "text"}, "model": {"vocab_size": 100}},
     ],
 )
-def test_inconsistent_fields_are_refused_with_a_remedy(data: dict[str, Any], expected: str) -> None:
-    assert expected in message(data)
+def test_inconsistent_fields_are_refused_with_a_remedy(data: dict[str, Any]) -> None:
+    message(error_of(data))
 
 
 @pytest.mark.parametrize(
@@ -180,7 +137,7 @@ def test_a_device_that_no_run_was_made_on_is_warned_of(device: DeviceName, backe
 
 
 def test_relations_are_all_reported() -> None:
-    text = message({"workers": 6, "batch": {"micro_batches": 3}, "failures": [{"step": 1, "worker": 8}]})
+    text = error_of({"workers": 6, "batch": {"micro_batches": 3}, "failures": [{"step": 1, "worker": 8}]})
     assert text.startswith("run.toml: 3 errors:")
 
 
@@ -207,16 +164,7 @@ def test_the_examples_are_valid(path: Path) -> None:
     assert data.failures, "an example shows a failure"
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        None,
-        "steps = ",
-        "steps = " + "[" * 5000,
-        "steps = " + "9" * 5000,
-        b"\xff",
-    ],
-)
+@pytest.mark.parametrize("content", [None, "steps = ", "steps = " + "[" * 5000, "steps = " + "9" * 5000, b"\xff"])
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, content: str | bytes | None) -> None:
     path = tmp_path / "run.toml"
     if content is not None:

@@ -174,16 +174,6 @@ def test_a_token_that_machines_have_in_common_and_the_address_that_is_routed(tmp
             assert (coordinator.wait(), agent.wait()) == (0, 0), coordinator.printed + agent.printed
 
 
-def test_sigterm_before_training_ends_at_once(endless: Path, run: RunDirectory) -> None:
-    with Command("train", endless, "--output-dir", run.path, own_interpreter=True) as training:
-        while not training.session()[1:]:
-            pass
-        with every_process_ends(training.session()):
-            os.killpg(training.pid, signal.SIGTERM)
-            assert training.wait() == os.EX_TEMPFAIL, training.printed
-    assert not run.path.exists()
-
-
 def test_a_killed_coordinator_leaves_no_process_behind(tmp_path: Path, run: RunDirectory) -> None:
     # Not even a worker that is stopped, and cannot see that it has become an orphan.
     config = small_config(tmp_path, steps=100_000, failures=(fails(2, step=4, kind="hang"),))

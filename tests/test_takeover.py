@@ -20,7 +20,6 @@ from tests.harness import (
     Ended,
     assert_as_the_plain_loop,
     every_process_ends,
-    newest_child,
     small_config,
 )
 
@@ -93,25 +92,6 @@ def test_the_launcher_replaces_a_coordinator(tmp_path: Path, loses_a_worker: boo
     assert f"{STEPS} of {STEPS}" in training.printed
     assert "Traceback" not in training.printed
     assert "leaked" not in training.printed
-
-
-def test_coordinators_that_die_again_and_again_end_the_run(tmp_path: Path) -> None:
-    run = RunDirectory(tmp_path / "run")
-    with Command("train", written(tmp_path, steps=100_000), "--output-dir", run.path) as training:
-        training.read_until(r"^\s+3\s")
-        processes = training.session()
-        ranks = processes[-4:]
-        with every_process_ends(processes):
-            for rank in ranks:
-                rank.suspend()  # so that no step is committed
-            for _ in range(2):
-                newest_child(training).kill()
-                training.read_until("took_over")
-            newest_child(training).kill()
-            assert training.wait() == 1, training.printed
-    reason = "3 coordinators have died without a step between them, the last one by SIGKILL"
-    assert Ended(1, run).summary["reason"] == reason
-    assert not run.control_file.exists()
 
 
 def test_an_interrupt_while_there_is_no_coordinator_is_not_lost(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ import sys
 import termios
 import threading
 import time
-from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
@@ -69,18 +68,6 @@ def test_sigterm_after_the_end_of_a_run_does_not_change_its_exit_code(tmp_path: 
         (code,) = terminated_again_and_again(training)
     assert code in (0, os.EX_TEMPFAIL), training.printed
     assert Ended(code, run).summary["status"] == "finished"
-    assert not run.control_file.exists()
-
-
-def test_nor_those_of_a_coordinator_and_an_agent(tmp_path: Path, run: RunDirectory) -> None:
-    with ExitStack() as stack:
-        start = ("coordinator", written(tmp_path, steps=5), "--output-dir", run.path)
-        coordinator = stack.enter_context(Command(*start, own_interpreter=True))
-        agent = stack.enter_context(Command("agent", "--run", run.path, "--workers", "2", own_interpreter=True))
-        coordinator.read_until("all steps are trained")
-        agent.read_until("the agent ends: all steps are trained")
-        codes = terminated_again_and_again(coordinator, agent)
-    assert set(codes) <= {0, os.EX_TEMPFAIL}, coordinator.printed + agent.printed
     assert not run.control_file.exists()
 
 

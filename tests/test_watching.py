@@ -76,14 +76,6 @@ def test_a_live_run_is_watched_saved_and_stopped(endless: Path, run: RunDirector
     assert Ended(130, run).failures == []
 
 
-def test_a_run_is_ended_at_once(endless: Path, run: RunDirectory) -> None:
-    with Command("train", endless, "--output-dir", run.path) as training:
-        training.read_until(STEP.format(3))
-        told("stop", run.path, "--now", "--wait")
-        assert training.wait() == 130
-    assert complete_checkpoints(run.checkpoints) == []
-
-
 def asked(port: int, path: str, values: dict[str, Any] | None = None, *, token: str = "") -> str:
     """Get a path of the page, or post values to it; return the answer to what is done."""
     with closing(HTTPConnection("127.0.0.1", port, timeout=60)) as connection:

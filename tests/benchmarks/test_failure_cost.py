@@ -67,12 +67,7 @@ class Records:
     def cost(self, *generations: int, steps: float, predicted: float | None) -> None:
         fields = {"failure_cost_steps": steps, "predicted_steps": predicted}
         self._append(
-            self.run.events_file,
-            time=0.0,
-            event="failure_cost",
-            incident_generations=generations,
-            step=0,
-            **fields,
+            self.run.events_file, time=0.0, event="failure_cost", incident_generations=generations, step=0, **fields
         )
 
     def _append(self, path: Path, **fields: Any) -> None:

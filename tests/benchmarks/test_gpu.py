@@ -92,12 +92,6 @@ def test_the_profile_of_one_block_stands_for_all(tmp_path: Path, monkeypatch: py
     assert profile_of_run(config).fingerprint == inspect_job(config).profiled_as(config)
 
 
-def test_predicted_peaks_are_those_of_the_allocator(tmp_path: Path) -> None:
-    found = _gpu_parts.memory(subject(tmp_path))
-    assert {row[0] for row in found.rows} >= {"2 x 2, fused", "2 x 2, split", "1 x 3, recomputed"}
-    assert all(bar.reached for bar in found.bars), found.bars
-
-
 def test_a_fault_of_a_step_befalls_the_first_process_that_begins_it(tmp_path: Path) -> None:
     config = config_of(subject(tmp_path), TINY, job=FAULTY_JOB).model_copy(update={"output_dir": tmp_path})
     prepare_data_of(config)

@@ -133,11 +133,7 @@ def damaged(run: RunDirectory, tmp_path: Path, command: int) -> Iterator[tuple[P
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_a_damaged_file_is_told_by_a_message(
-    command: tuple[str, ...],
-    run: RunDirectory,
-    chameleon: CommandLine,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    command: tuple[str, ...], run: RunDirectory, chameleon: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def over(_: float) -> None:
         raise KeyboardInterrupt

@@ -148,11 +148,7 @@ def test_evidence_that_came_after_the_banner(write: Any, chameleon: CommandLine)
 def test_a_run_without_losses(write: Any, chameleon: CommandLine) -> None:
     run = write([started(), {"event": "finished", "time": NOON, "status": "failed", "reason": "the disk is full"}])
     assert told(chameleon, run) == f"{run}\nno worker was lost\n\nthe run failed: the disk is full\n"
-    assert json.loads(told(chameleon, run, "--json")) == {
-        "incidents": [],
-        "conditions": [],
-        "damaged_lines": [],
-    }
+    assert json.loads(told(chameleon, run, "--json")) == {"incidents": [], "conditions": [], "damaged_lines": []}
 
 
 def test_damaged_lines_are_left_out_and_counted(write: Any, chameleon: CommandLine) -> None:

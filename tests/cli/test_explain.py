@@ -13,6 +13,7 @@ from chameleon_ft.cli.commands.explain import describe_reason
 from chameleon_ft.config import Batch, LlamaConfig, Parallel, Recovery, RunConfig
 from chameleon_ft.events.decisions import DecisionEvent
 from chameleon_ft.storage.files import RunDirectory
+from tests.golden import message
 from tests.harness import assert_trained_as_if_nothing_failed, fails, small_config, train_here
 from tests.report.test_decisions import came, decided, lost, planned, started, weighed
 
@@ -100,18 +101,11 @@ def test_a_decision_to_go_on_as_before(tmp_path: Path, capsys: pytest.CaptureFix
     assert "actual     no worker stopped for it\n" in text
 
 
-@pytest.mark.parametrize(
-    ("trigger", "subject"),
-    [
-        ("drain", "leaving    workers 3, 4\n"),
-        ("review", "review     the last plan was chosen without a search, so that no worker waited for it\n"),
-        ("slow", "slow       worker 3 at 0.50 of the speed of others, link 2-3 at 0.40 of its bandwidth\n"),
-    ],
-)
-def test_the_trigger_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], trigger: str, subject: str) -> None:
+@pytest.mark.parametrize("trigger", ["drain", "review", "slow"])
+def test_the_trigger_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], trigger: str) -> None:
     leaving = [3, 4] if trigger == "drain" else []
     event = decided(2, trigger=trigger, leaving=leaving, candidates=[weighed("a", 0.4, 0.0, 0)], chosen="a")
-    assert subject in told(capsys, write(tmp_path, started(), event, planned(2, "a"), came(2)))
+    message(told(capsys, write(tmp_path, started(), event, planned(2, "a"), came(2))))
 
 
 def test_a_decision_without_a_stall_has_no_parts_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -179,11 +173,7 @@ def test_decisions_of_another_version_are_left_out(tmp_path: Path, capsys: pytes
     [
         ([weighed("a", 0.5, 0.5, 0)], "a", "no other candidate was possible"),
         ([weighed("a", 0.5, 0.5, 0, reason="no")], None, "no candidate was possible"),
-        (
-            [weighed("a", 0.5, 0.5, 0), weighed("b", 0.5, 0.5, 0)],
-            "a",
-            "as many samples as b; it was proposed first",
-        ),
+        ([weighed("a", 0.5, 0.5, 0), weighed("b", 0.5, 0.5, 0)], "a", "as many samples as b; it was proposed first"),
         (
             [weighed("a", 0.5, 0.5, 5_000_000), weighed("b", 0.5, 0.5, 1_000_000)],
             "b",

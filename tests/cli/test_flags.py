@@ -15,6 +15,7 @@ from chameleon_ft.cli import main
 from chameleon_ft.config import TrainConfig
 from chameleon_ft.cost.presets import DEVICES, MODELS, STATE_POLICIES, Recompute
 from tests.cli.conftest import CommandLine
+from tests.golden import message
 
 
 def shown(chameleon: CommandLine, command: str) -> str:
@@ -29,28 +30,22 @@ def words(text: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    "arguments",
     [
-        (("plan", "--dp", "two"), 'Error parsing --dp: "two" should be a whole number'),
-        (("plan", "--dp", "None"), 'Error parsing --dp: "None" should be a whole number'),
-        (("plan", "--dp", "1.5"), 'Error parsing --dp: "1.5" should be a whole number'),
-        (("train", "--steps", "many"), 'Error parsing --steps: "many" should be a whole number'),
-        (("simulate", "--workers", "8", "--days", "all"), 'Error parsing --days: "all" should be a number'),
-        (("verify", "run", "--tolerance", "no"), 'Error parsing --tolerance: "no" should be a number'),
-        (("plan", "--planner", "best"), "Expected one of ('layout', 'chameleon', 'paper', 'oobleck')"),
-        (
-            ("inject", "run", "--worker", "1", "--phase", "now"),
-            "Expected one of ('forward', 'backward', 'sync', 'vote', 'optimizer', 'gather', 'recovery', 'rest', "
-            "'preparation', 'transfer', 'confirm', 'switch', 'checkpoint', 'snapshot')",
-        ),
+        ("plan", "--dp", "two"),
+        ("plan", "--dp", "None"),
+        ("plan", "--dp", "1.5"),
+        ("train", "--steps", "many"),
+        ("simulate", "--workers", "8", "--days", "all"),
+        ("verify", "run", "--tolerance", "no"),
+        ("plan", "--planner", "best"),
+        ("inject", "run", "--worker", "1", "--phase", "now"),
     ],
 )
-def test_a_wrong_value_is_named_with_what_it_should_be(
-    arguments: tuple[str, ...], message: str, chameleon: CommandLine
-) -> None:
+def test_a_wrong_value_is_named_with_what_it_should_be(arguments: tuple[str, ...], chameleon: CommandLine) -> None:
     assert chameleon(*arguments) == 2
     printed = words(chameleon.capture.readouterr().err)
-    assert message in printed
+    message(printed)
     assert "None" not in printed.replace('"None"', "")
 
 
@@ -91,25 +86,25 @@ def test_the_help_fits_the_terminal(columns: str, chameleon: CommandLine, monkey
 
 
 @pytest.mark.parametrize(
-    ("arguments", "instead"),
+    "arguments",
     [
-        (("train", "--lr", "0.1"), "--optimizer.lr"),
-        (("train", "--learning_rate=0.1"), "--optimizer.lr"),
-        (("train", "--optimizer.schedule", "wsd"), "learning_rate"),
-        (("train", "--precision", "fp16"), "bf16"),
-        (("train", "--precision=fp16"), "bf16"),
-        (("train", "--fp16"), "--precision bf16"),
-        (("train", "--from-step", "5"), "--resume"),
-        (("train", "--epochs", "3"), "--steps"),
-        (("run", "job.py", "--lr", "0.1"), "optimizer"),
-        (("run", "job.py", "--max-steps", "3"), "--steps"),
+        ("train", "--lr", "0.1"),
+        ("train", "--learning_rate=0.1"),
+        ("train", "--optimizer.schedule", "wsd"),
+        ("train", "--precision", "fp16"),
+        ("train", "--precision=fp16"),
+        ("train", "--fp16"),
+        ("train", "--from-step", "5"),
+        ("train", "--epochs", "3"),
+        ("run", "job.py", "--lr", "0.1"),
+        ("run", "job.py", "--max-steps", "3"),
     ],
 )
 def test_a_flag_of_another_tool_points_to_what_there_is(
-    arguments: tuple[str, ...], instead: str, capsys: pytest.CaptureFixture[str]
+    arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(arguments) == 2
-    assert instead in capsys.readouterr().err
+    message(capsys.readouterr().err)
 
 
 def test_flags_that_are_pointed_to_exist() -> None:

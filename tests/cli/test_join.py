@@ -19,6 +19,7 @@ from chameleon_ft.storage.files import ControlAddress, RunDirectory
 from chameleon_ft.storage.run_lock import RunLock
 from tests.cli.conftest import CommandLine, nothing_listens
 from tests.coordinator.histories import new_state
+from tests.golden import message
 
 AGENT = {
     "coordinator": "10.0.0.1:4000",
@@ -88,29 +89,29 @@ def test_the_number_of_machines_is_compared_with_the_workers_of_the_run(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "expected"),
+    "arguments",
     [
-        (["--nnodes", "1:4", "--nproc-per-node", "4"], "--nnodes 1:4: should be one number"),
-        (["--nnodes", ":2", "--nproc-per-node", "4"], "--nnodes :2: should be one number"),
-        (["--nnodes", "0", "--nproc-per-node", "4"], "--nnodes 0: should be one number"),
-        (["--nproc-per-node", "gpu"], "should be a whole number"),
-        (["--nproc-per-node", "0"], "--workers 0: should be greater than 0"),
-        ([], "--workers is missing"),
-        (["--workers", "4", "--run", "r"], "give either --run RUN or --coordinator HOST:PORT"),
-        (["--workers", "4", "--rdzv_backend=c10d"], "invalid choice 'c10d'"),
-        (["--workers", "4", "--rdzv_id=7"], "--rdzv-id: is an argument of torchrun that agents do not take; the join"),
-        (["--workers", "4", "--standalone"], "use `chameleon train` or `chameleon run`"),
-        (["--workers", "4", "--max-restarts", "3"], "if the run has recovery.respawn"),
-        (["--workers", "4", "--no-python", "train"], "--no-python: is an argument of torchrun"),
-        (["--workers", "4", "-r", "3"], "-r: is an argument of torchrun that agents do not take; logs are in"),
-        (["--workers", "4", "train.py", "--lr", "1"], "train.py: the coordinator names the job"),
+        ["--nnodes", "1:4", "--nproc-per-node", "4"],
+        ["--nnodes", ":2", "--nproc-per-node", "4"],
+        ["--nnodes", "0", "--nproc-per-node", "4"],
+        ["--nproc-per-node", "gpu"],
+        ["--nproc-per-node", "0"],
+        [],
+        ["--workers", "4", "--run", "r"],
+        ["--workers", "4", "--rdzv_backend=c10d"],
+        ["--workers", "4", "--rdzv_id=7"],
+        ["--workers", "4", "--standalone"],
+        ["--workers", "4", "--max-restarts", "3"],
+        ["--workers", "4", "--no-python", "train"],
+        ["--workers", "4", "-r", "3"],
+        ["--workers", "4", "train.py", "--lr", "1"],
     ],
 )
 def test_what_agents_do_not_take_from_torchrun_is_refused_with_a_remedy(
-    chameleon: CommandLine, arguments: list[str], expected: str
+    chameleon: CommandLine, arguments: list[str]
 ) -> None:
     given = ["--rdzv-endpoint", "h:1", "--token", "t", *arguments]
-    assert expected in chameleon.refused("agent", *given)
+    message(chameleon.refused("agent", *given))
     assert not chameleon.joined
 
 
@@ -172,11 +173,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 @pytest.mark.parametrize("command", ["agent", "worker", "coordinator"])
 def test_a_run_that_is_finished_is_not_waited_for(
-    chameleon: CommandLine,
-    run: RunDirectory,
-    command: str,
-    clock: list[float],
-    monkeypatch: pytest.MonkeyPatch,
+    chameleon: CommandLine, run: RunDirectory, command: str, clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in RANKS.items():
         monkeypatch.setenv(name, value)
@@ -200,22 +197,18 @@ def test_a_finished_run_that_is_being_resumed_is_waited_for(
 
 
 @pytest.mark.parametrize(
-    ("directory", "lack", "error"),
-    [
-        ("missing", ", where there is no directory yet", "there is no such directory"),
-        ("empty", ", which is not a run directory yet", "is not a run directory"),
-        ("run", "", "this run is not live"),
-    ],
+    ("directory", "lack"),
+    [("missing", ", where there is no directory yet"), ("empty", ", which is not a run directory yet"), ("run", "")],
 )
 def test_it_is_said_at_once_why_a_run_is_waited_for(
-    chameleon: CommandLine, run: RunDirectory, clock: list[float], directory: str, lack: str, error: str
+    chameleon: CommandLine, run: RunDirectory, clock: list[float], directory: str, lack: str
 ) -> None:
     path = run.path.with_name(directory)
     run.path.with_name("empty").mkdir()
     assert chameleon("coordinator", "--standby", str(path)) == 2
     captured = chameleon.capture.readouterr()
     assert captured.out == f"waiting up to 300 s for the coordinator of {path}{lack}\n"
-    assert error in captured.err
+    message(captured.err)
     assert clock[0] > 290.0
 
 
@@ -266,44 +259,34 @@ def test_a_worker_takes_its_place_from_the_environment(chameleon: CommandLine, m
 
 
 @pytest.mark.parametrize(
-    ("arguments", "expected"),
+    "arguments",
     [
-        (["--coordinator", "10.0.0.1:4000", "--workers", "4"], "set CHAMELEON_TOKEN or give --token"),
-        (["--coordinator", "10.0.0.1", "--workers", "4", "--token", "t"], "HOST:PORT"),
-        (["--coordinator", "10.0.0.1:4000", "--workers", "0", "--token", "t"], "--workers 0"),
-        (["--workers", "4", "--token", "t"], "give either --run RUN or --coordinator HOST:PORT"),
-        (["--workers", "4", "--run", "r", "--coordinator", "10.0.0.1:4000"], "give either --run RUN"),
-        (["--run", "r"], "--workers"),
-        (["--run", "r", "--workers", "4", "--wait-s", "nan"], "--wait-s nan: should be greater than or equal to 0"),
-        (["--coordinator", "h:1", "--token", "t", "--workers", "4", "--standby"], "--standby: reads the journal"),
-        (
-            ["--run", "r", "--workers", "4", "--drained-exit-code", "256"],
-            "--drained-exit-code 256: should be less than 128",
-        ),
+        ["--coordinator", "10.0.0.1:4000", "--workers", "4"],
+        ["--coordinator", "10.0.0.1", "--workers", "4", "--token", "t"],
+        ["--coordinator", "10.0.0.1:4000", "--workers", "0", "--token", "t"],
+        ["--workers", "4", "--token", "t"],
+        ["--workers", "4", "--run", "r", "--coordinator", "10.0.0.1:4000"],
+        ["--run", "r"],
+        ["--run", "r", "--workers", "4", "--wait-s", "nan"],
+        ["--coordinator", "h:1", "--token", "t", "--workers", "4", "--standby"],
+        ["--run", "r", "--workers", "4", "--drained-exit-code", "256"],
     ],
 )
-def test_an_agent_that_cannot_join_says_why(chameleon: CommandLine, arguments: list[str], expected: str) -> None:
-    assert expected in chameleon.refused("agent", *arguments)
+def test_an_agent_that_cannot_join_says_why(chameleon: CommandLine, arguments: list[str]) -> None:
+    message(chameleon.refused("agent", *arguments))
     assert not chameleon.joined
 
 
-@pytest.mark.parametrize(
-    ("changed", "expected"),
-    [
-        ({"RANK": None}, "RANK: should be set"),
-        ({"RANK": None, "LOCAL_RANK": "x"}, "RANK, LOCAL_RANK: should be set"),
-        ({"RANK": "8"}, "should be lower than WORLD_SIZE = 8"),
-    ],
-)
+@pytest.mark.parametrize("changed", [{"RANK": None}, {"RANK": None, "LOCAL_RANK": "x"}, {"RANK": "8"}])
 def test_a_worker_without_its_place_says_so(
-    chameleon: CommandLine, monkeypatch: pytest.MonkeyPatch, changed: dict[str, str | None], expected: str
+    chameleon: CommandLine, monkeypatch: pytest.MonkeyPatch, changed: dict[str, str | None]
 ) -> None:
     for name, value in {**RANKS, **changed}.items():
         if value is None:
             monkeypatch.delenv(name, raising=False)
         else:
             monkeypatch.setenv(name, value)
-    assert expected in chameleon.refused("worker", "--coordinator", "10.0.0.1:4000", "--token", "t")
+    message(chameleon.refused("worker", "--coordinator", "10.0.0.1:4000", "--token", "t"))
 
 
 @pytest.fixture
@@ -322,10 +305,7 @@ def test_a_coordinator_that_is_started_again_stands_by_if_another_one_leads(
 
 
 def test_a_coordinator_that_is_started_again_gives_way_to_one_that_takes_over(
-    chameleon: CommandLine,
-    run: RunDirectory,
-    started_twice: list[str | Path],
-    monkeypatch: pytest.MonkeyPatch,
+    chameleon: CommandLine, run: RunDirectory, started_twice: list[str | Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At first the coordinator of the run is lost, and none leads."""
     run.write_control(ControlAddress(address="127.0.0.1:4000", token="secret", pid=_NO_PROCESS))

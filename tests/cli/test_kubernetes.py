@@ -15,6 +15,7 @@ import yaml
 from chameleon_ft.config import TrainConfig, load_config
 from chameleon_ft.storage.files import ControlAddress, RunDirectory
 from tests.cli.conftest import CommandLine
+from tests.golden import message
 
 GIVEN = ["--image", "registry.example/chameleon:1", "--claim", "shared", "--workers-per-node", "2"]
 GPUS = ["--device", "cuda", "--backend", "nccl", "--snapshots.every", "0"]
@@ -208,38 +209,38 @@ def test_they_may_be_written_to_a_file(chameleon: CommandLine, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("arguments", "expected"),
+    "arguments",
     [
-        (["--name", "One_Run"], "--name One_Run: should be lower-case letters"),
-        (["--output-dir", "/other/run"], "--output-dir /other/run: should be below the shared volume"),
-        (["--nodes", "1"], "take --nodes 2, or fewer workers"),
-        (["--control.host", "10.0.0.1"], "Kubernetes chooses the machine of the coordinator"),
-        (["--grace-s", "0"], "--grace-s 0: should be 1 or more"),
-        (["--device", "npu"], '--resource is missing: name the extended resource of device = "npu"'),
-        (["--file", "/nowhere/one.yaml"], "--file /nowhere/one.yaml: cannot be written"),
-        (["--workers", "5"], "must equal parallel.dp * parallel.pp"),
-        (["--nodes", "50001"], "--workers-per-node 2 --nodes 50001: a run has 100000 workers at most"),
-        (["--name", ""], "--name : should be lower-case letters"),
-        (["--image", "my image"], "--image my image: should be the name of an image"),
-        (["--image", ""], "--image : should be the name of an image"),
-        (["--image", "registry.example/Chameleon:1"], "should be the name of an image, in lower case"),
-        (["--claim", "Shared_1"], "--claim Shared_1: should be the name of an object"),
-        (["--token-secret", "a/b"], "--token-secret a/b: should be the name of an object"),
-        (["--resource", "gpu"], "--resource gpu: should be the name of an extended resource"),
-        (["--resource", "kubernetes.io/gpu"], "--resource kubernetes.io/gpu: should be the name of an extended"),
-        (["--mount", "/dev"], "--mount /dev: hides /dev/shm"),
-        (["--mount", "/"], "--mount /: hides /etc/chameleon"),
-        (["--mount", "/etc/chameleon/x"], "is within /etc/chameleon"),
-        (["--mount", "/a:b"], "should be an absolute path without .. and colons"),
-        (["--output-dir", "/shared/../etc/x"], "should be below the shared volume"),
+        ["--name", "One_Run"],
+        ["--output-dir", "/other/run"],
+        ["--nodes", "1"],
+        ["--control.host", "10.0.0.1"],
+        ["--grace-s", "0"],
+        ["--device", "npu"],
+        ["--file", "/nowhere/one.yaml"],
+        ["--workers", "5"],
+        ["--nodes", "50001"],
+        ["--name", ""],
+        ["--image", "my image"],
+        ["--image", ""],
+        ["--image", "registry.example/Chameleon:1"],
+        ["--claim", "Shared_1"],
+        ["--token-secret", "a/b"],
+        ["--resource", "gpu"],
+        ["--resource", "kubernetes.io/gpu"],
+        ["--mount", "/dev"],
+        ["--mount", "/"],
+        ["--mount", "/etc/chameleon/x"],
+        ["--mount", "/a:b"],
+        ["--output-dir", "/shared/../etc/x"],
     ],
 )
-def test_what_cannot_run_is_refused(chameleon: CommandLine, arguments: list[str], expected: str) -> None:
-    assert expected in chameleon.refused("kubernetes", *GIVEN, *arguments)
+def test_what_cannot_run_is_refused(chameleon: CommandLine, arguments: list[str]) -> None:
+    message(chameleon.refused("kubernetes", *GIVEN, *arguments))
 
 
 def test_what_is_missing_is_named(chameleon: CommandLine) -> None:
-    assert "--image, --claim, --workers-per-node: must be given" in chameleon.refused("kubernetes")
+    message(chameleon.refused("kubernetes"))
 
 
 def test_the_image_has_what_the_manifests_call() -> None:

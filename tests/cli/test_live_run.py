@@ -13,6 +13,7 @@ from chameleon_ft.errors import ControlError
 from chameleon_ft.protocol.messages import Inject, Message
 from chameleon_ft.storage.files import ControlAddress, RunDirectory
 from tests.cli.conftest import CommandLine
+from tests.golden import message
 
 
 @pytest.fixture
@@ -52,21 +53,21 @@ def test_a_failure_is_injected_into_a_live_run(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "expected"),
+    "arguments",
     [
-        (["--worker", "-1"], "--worker -1: workers are numbered from 0"),
-        (["--worker", "1", "--step", "100"], "--step 100: there is no such step"),
-        (["--worker", "1", "--kind", "melt"], "melt"),
-        (["--worker", "1", "--kind", "slow"], "--factor is missing: --kind slow needs a share"),
-        (["--worker", "1", "--kind", "slow", "--factor", "2"], "--factor 2.0: a share is above 0 and up to 1"),
-        (["--worker", "1", "--factor", "0.5"], "--factor 0.5: only --kind slow and slow-link have a factor, not kill"),
-        (["--worker", "1"], "not live"),
+        ["--worker", "-1"],
+        ["--worker", "1", "--step", "100"],
+        ["--worker", "1", "--kind", "melt"],
+        ["--worker", "1", "--kind", "slow"],
+        ["--worker", "1", "--kind", "slow", "--factor", "2"],
+        ["--worker", "1", "--factor", "0.5"],
+        ["--worker", "1"],
     ],
 )
 def test_a_failure_that_cannot_be_injected_is_refused(
-    chameleon: CommandLine, run: RunDirectory, arguments: list[str], expected: str
+    chameleon: CommandLine, run: RunDirectory, arguments: list[str]
 ) -> None:
-    assert expected in chameleon.refused("inject", run.path, *arguments)
+    message(chameleon.refused("inject", run.path, *arguments))
 
 
 def test_workers_of_a_live_run_are_drained(
@@ -102,16 +103,16 @@ def test_workers_of_a_live_run_are_drained(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "expected"),
+    "arguments",
     [
-        ([], "give either --worker N, once for each worker, or --host ADDRESS"),
-        (["--worker", "1", "--host", "10.0.0.2"], "give either --worker N, once for each worker, or --host ADDRESS"),
-        (["--worker", "1", "--worker", "-1"], "--worker -1: should be greater than or equal to 0"),
-        (["--worker", "x"], "should be a whole number"),
-        (["--worker", "1"], "not live"),
+        [],
+        ["--worker", "1", "--host", "10.0.0.2"],
+        ["--worker", "1", "--worker", "-1"],
+        ["--worker", "x"],
+        ["--worker", "1"],
     ],
 )
 def test_workers_that_cannot_be_drained_are_refused(
-    chameleon: CommandLine, run: RunDirectory, arguments: list[str], expected: str
+    chameleon: CommandLine, run: RunDirectory, arguments: list[str]
 ) -> None:
-    assert expected in chameleon.refused("drain", run.path, *arguments)
+    message(chameleon.refused("drain", run.path, *arguments))

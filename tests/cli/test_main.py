@@ -13,6 +13,7 @@ import chameleon_ft
 from chameleon_ft.cli import main
 from chameleon_ft.cli.main import COMMANDS
 from chameleon_ft.errors import CheckpointError, ConfigError, ControlError
+from tests.golden import message
 
 _HELPS = """
 import contextlib, io, json, os, sys
@@ -60,14 +61,10 @@ def test_nothing_to_do_is_answered_with_the_help(capsys: pytest.CaptureFixture[s
     assert "usage:" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("command", "expected"), [("trian", "did you mean train?"), ("xyz", "the commands are train, run")]
-)
-def test_an_unknown_command_is_named_with_the_nearest(
-    command: str, expected: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize("command", ["trian", "xyz"])
+def test_an_unknown_command_is_named_with_the_nearest(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command]) == 2
-    assert expected in capsys.readouterr().err
+    message(capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(

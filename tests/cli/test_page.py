@@ -22,6 +22,7 @@ from chameleon_ft.errors import ConfigError
 from chameleon_ft.session.joining import JoinRequest
 from chameleon_ft.storage.files import RunDirectory
 from tests.cli.conftest import CommandLine
+from tests.golden import message
 from tests.report.live.lines import add, event, new_run, started, stepped
 
 PageServer = importlib.import_module(
@@ -55,16 +56,9 @@ def test_an_address_that_is_taken_is_refused_before_anything_begins(
     assert f"--page {taken}" in chameleon.refused("page", new_run(tmp_path).path, "--listen", taken)
 
 
-@pytest.mark.parametrize(
-    ("address", "expected"),
-    [
-        ("localhost:http", "write it as HOST:PORT"),
-        ("no.such.host.invalid:80", "cannot listen"),
-        ("9:99999", "HOST:PORT"),
-    ],
-)
-def test_what_is_no_address_is_refused(chameleon: CommandLine, address: str, expected: str, tmp_path: Path) -> None:
-    assert expected in chameleon.refused("page", new_run(tmp_path).path, "--listen", address)
+@pytest.mark.parametrize("address", ["localhost:http", "no.such.host.invalid:80", "9:99999"])
+def test_what_is_no_address_is_refused(chameleon: CommandLine, address: str, tmp_path: Path) -> None:
+    message(chameleon.refused("page", new_run(tmp_path).path, "--listen", address))
 
 
 def test_libraries_that_are_missing_are_named(

@@ -20,6 +20,7 @@ from chameleon_ft.cost.profile import derived_profile
 from chameleon_ft.storage.profiles import read_profile
 from chameleon_ft.worker.inspection import inspect_job
 from tests.cli.conftest import OWN_MODEL, CommandLine
+from tests.golden import message
 from tests.harness import Command, every_process_ends
 from tests.network import ADDRESSES, Network
 
@@ -94,55 +95,47 @@ def test_a_model_by_its_hugging_face_file_printed_as_json(chameleon: CommandLine
 
 
 @pytest.mark.parametrize(
-    ("arguments", "expected"),
+    "arguments",
     [
-        ((), "nothing to profile"),
-        (("--model", "llama2-7", "--device", "h100-80g"), "did you mean 'llama2-7b'"),
-        (("--model", "llama2-7b", "--device", "h100-81g"), "did you mean 'h100-80g'"),
-        (("--model", "llama2-7b"), "needs the --device"),
-        (("--model", "llama2-7b", "--device", "h100-80g", "--state", "int4"), "no state policy 'int4'"),
-        (("--model", "llama2-7b", "--device", "h100-80g", "--peer", "a:1"), "--peer a:1"),
-        (("mine.py", "--model", "llama2-7b", "--device", "h100-80g"), "leave one of them out"),
-        (("mine.py", "--device", "h100-80g"), "--device h100-80g: is for --model"),
-        (("mine.py", "--micro-batch-size", "1,2"), "--micro-batch-size 1,2: give one"),
-        (
-            ("--model", "llama2-7b", "--device", "h100-80g", "--micro-batch-size", "auto"),
-            "--micro-batch-size auto: give",
-        ),
-        (("mine.py", "--recompute", "full"), "--recompute full: is for --model, and mine.py says what is measured"),
-        (
-            ("--model", "llama2-7b", "--device", "h100", "--micro-batch-size", "0"),
-            "--micro-batch-size 0: should be a whole number",
-        ),
-        (("--serve", "127.0.0.1:1", "--state", "bf16"), "only answers"),
-        (("mine.py", "--repeats", "0"), "--repeats 0"),
-        (("mine.py", "--serve", "127.0.0.1:1"), "only answers"),
-        (("missing.toml",), "there is no such file"),
+        (),
+        ("--model", "llama2-7", "--device", "h100-80g"),
+        ("--model", "llama2-7b", "--device", "h100-81g"),
+        ("--model", "llama2-7b"),
+        ("--model", "llama2-7b", "--device", "h100-80g", "--state", "int4"),
+        ("--model", "llama2-7b", "--device", "h100-80g", "--peer", "a:1"),
+        ("mine.py", "--model", "llama2-7b", "--device", "h100-80g"),
+        ("mine.py", "--device", "h100-80g"),
+        ("mine.py", "--micro-batch-size", "1,2"),
+        ("--model", "llama2-7b", "--device", "h100-80g", "--micro-batch-size", "auto"),
+        ("mine.py", "--recompute", "full"),
+        ("--model", "llama2-7b", "--device", "h100", "--micro-batch-size", "0"),
+        ("--serve", "127.0.0.1:1", "--state", "bf16"),
+        ("mine.py", "--repeats", "0"),
+        ("mine.py", "--serve", "127.0.0.1:1"),
+        ("missing.toml",),
     ],
 )
 def test_what_does_not_go_together_is_refused(
-    arguments: tuple[str, ...], expected: str, chameleon: CommandLine, own_model: Path
+    arguments: tuple[str, ...], chameleon: CommandLine, own_model: Path
 ) -> None:
     out = () if "--serve" in arguments else ("--out", "p.json")
-    assert expected in chameleon.refused("profile", *arguments, *out)
+    message(chameleon.refused("profile", *arguments, *out))
     assert not Path("p.json").exists()
 
 
-@pytest.mark.parametrize(
-    ("out", "expected"), [("there.json", "exists already"), ("no/such/p.json", "cannot be written there")]
-)
+@pytest.mark.parametrize("out", ["there.json", "no/such/p.json"])
 def test_a_place_that_cannot_be_written_is_refused_before_measuring(
-    out: str, expected: str, chameleon: CommandLine, own_model: Path
+    out: str, chameleon: CommandLine, own_model: Path
 ) -> None:
     Path("there.json").write_text("precious")
     # A job that fails as soon as it is loaded: it is not.
     own_model.write_text("raise RuntimeError")
-    assert expected in chameleon.refused("profile", own_model, "--out", out)
+    message(chameleon.refused("profile", own_model, "--out", out))
     assert Path("there.json").read_text() == "precious"
 
 
 def test_a_profile_without_a_place_is_refused(chameleon: CommandLine, own_model: Path) -> None:
-    assert "--out is missing" in chameleon.refused("profile", own_model)
+    message(chameleon.refused("profile", own_model))
 
 
 def test_a_job_that_cannot_be_trained_says_why(chameleon: CommandLine, own_model: Path) -> None:

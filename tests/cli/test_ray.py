@@ -10,6 +10,7 @@ import pytest
 
 from chameleon_ft.cli.main import main
 from chameleon_ft.launch import ray as launch_ray
+from tests.golden import message
 
 
 @pytest.fixture
@@ -51,32 +52,17 @@ def test_the_address_in_the_environment_counts(
     assert "no Ray cluster answers (Connection refused)" in refused(capsys, config)
 
 
-@pytest.mark.parametrize(
-    ("address", "reason"),
-    [
-        ("ray://head:10001", "a Ray client is on no node"),
-        ("local", "is not a cluster"),
-        ("head", "write it as HOST:PORT"),
-    ],
-)
-def test_addresses_of_another_kind(capsys: pytest.CaptureFixture[str], config: Path, address: str, reason: str) -> None:
+@pytest.mark.parametrize("address", ["ray://head:10001", "local", "head"])
+def test_addresses_of_another_kind(capsys: pytest.CaptureFixture[str], config: Path, address: str) -> None:
     pytest.importorskip("ray")
-    assert reason in refused(capsys, config, "--address", address)
+    message(refused(capsys, config, "--address", address))
 
 
 @pytest.mark.parametrize(
-    ("flags", "reason"),
-    [
-        (("--resource", "trainer"), "--resource trainer: should be NAME=AMOUNT"),
-        (("--resource", "GPU=2"), "--resource GPU=2: should be a custom resource"),
-        (("--workers-per-node", "0"), "--workers-per-node 0: should be 1 or more"),
-        (("--wait", "-1"), "should be 0 or more"),
-    ],
+    "flags", [("--resource", "trainer"), ("--resource", "GPU=2"), ("--workers-per-node", "0"), ("--wait", "-1")]
 )
-def test_flags_that_cannot_be(
-    capsys: pytest.CaptureFixture[str], config: Path, flags: tuple[str, ...], reason: str
-) -> None:
-    assert reason in refused(capsys, config, *flags)
+def test_flags_that_cannot_be(capsys: pytest.CaptureFixture[str], config: Path, flags: tuple[str, ...]) -> None:
+    message(refused(capsys, config, *flags))
 
 
 def test_without_ray_the_extra_is_named(

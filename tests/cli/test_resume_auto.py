@@ -16,6 +16,7 @@ from chameleon_ft.errors import ConfigError, DataError
 from chameleon_ft.storage.checkpoints import mark_complete
 from chameleon_ft.storage.files import RunDirectory
 from tests.cli.conftest import CommandLine
+from tests.golden import message
 from tests.stored import step_directory
 
 
@@ -39,7 +40,7 @@ def test_auto_starts_a_run_and_resumes_it(chameleon: CommandLine, config_file: P
     assert (config.output_dir, config.steps) == (run.path, 40)
     assert config.failures == (), "what has happened does not happen again"
     chameleon.launched.clear()
-    assert "seed = 0, not 3" in chameleon.refused(*auto(config_file, "--seed", "3"))
+    message(chameleon.refused(*auto(config_file, "--seed", "3")))
 
 
 def test_a_directory_whose_data_cannot_be_written_is_removed(
@@ -94,7 +95,7 @@ def test_a_file_that_appears_in_the_directory_meanwhile_is_kept(
         return check_data(config)
 
     monkeypatch.setattr(corpus, "check_data", check)
-    assert "here: exists already" in chameleon.refused(*auto(config_file))
+    message(chameleon.refused(*auto(config_file)))
     assert (Path("here") / "output.txt").exists()
 
 
@@ -128,10 +129,10 @@ def test_auto_begins_anew_without_a_checkpoint_and_keeps_the_files(
 
 
 def test_auto_needs_a_directory_that_is_that_of_a_run(chameleon: CommandLine, config_file: Path) -> None:
-    assert "needs a fixed --output-dir" in chameleon.refused("train", config_file, "--resume", "auto")
+    message(chameleon.refused("train", config_file, "--resume", "auto"))
     Path("here").mkdir()
     Path("here/thesis.txt").write_text("")
-    assert "is not a run directory" in chameleon.refused(*auto(config_file))
+    message(chameleon.refused(*auto(config_file)))
     assert Path("here/thesis.txt").exists()
 
 
@@ -141,4 +142,4 @@ def test_auto_does_not_begin_anew_beside_damaged_checkpoints(chameleon: CommandL
     (mark,) = (path for path in run.checkpoints.rglob("*") if path.is_file())
     mark.write_text("{")
     chameleon.launched.clear()
-    assert "no complete checkpoint to resume from (" in chameleon.refused(*auto(config_file))
+    message(chameleon.refused(*auto(config_file)))

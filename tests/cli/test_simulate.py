@@ -27,6 +27,7 @@ from chameleon_ft.simulate.run import simulate as run_simulation
 from chameleon_ft.storage.profiles import read_profile, write_profile
 from chameleon_ft.workload import Workload
 from tests.cli.simulating import CASE, COMMON, TRACE, simulate, write_inputs
+from tests.golden import message
 from tests.simulate.runs import decision, failure, recorded, started
 
 
@@ -125,7 +126,7 @@ def test_a_ranking_without_any_failure_says_so(capsys: pytest.CaptureFixture[str
     assert json.loads(captured.out)["lost_events"] == 0
     assert warning in captured.err
     assert "no worker is lost" not in simulate(capsys, *CASE, "--policies", "restart")
-    assert "warning: no worker is lost at workers 4, 8" in simulate(capsys, *quiet, "--sweep", "workers=4,8")
+    message(simulate(capsys, *quiet, "--sweep", "workers=4,8"))
 
 
 def test_a_rate_compresses_a_trace_and_keeps_the_workers_that_are_up(capsys: pytest.CaptureFixture[str]) -> None:
@@ -238,7 +239,7 @@ def test_a_value_at_which_nothing_fits_is_left_open(capsys: pytest.CaptureFixtur
     case = (*CASE, "--policies", "restart")
     printed = simulate(capsys, *case, "--sweep", "memory=0.001,80")
     assert "memory 0.001: no pipelines of 8 workers fit the memory" in printed
-    assert "nothing can be trained at any of these values" in simulate(capsys, *case, "--sweep", "memory=0.001", code=1)
+    message(simulate(capsys, *case, "--sweep", "memory=0.001", code=1))
 
 
 RUN_EVENTS = (
@@ -289,13 +290,13 @@ def test_what_a_run_says_is_not_said_twice(capsys: pytest.CaptureFixture[str], f
     for flag in (("--workers", "2"), ("--rate", "2"), ("--sweep", "rate=1,2"), ("--trace", "day.jsonl")):
         error = simulate(capsys, "--run", "run", *flag, code=2)
         assert f"leave out either --run or {flag[0]}" in error
-    assert "give --workers, or a recorded run by --run" in simulate(capsys, *COMMON, "--trace", "day.jsonl", code=2)
-    assert "there is no such directory" in simulate(capsys, "--run", "none", code=2)
+    message(simulate(capsys, *COMMON, "--trace", "day.jsonl", code=2))
+    message(simulate(capsys, "--run", "none", code=2))
 
 
 def test_a_run_in_which_nothing_was_trained_is_refused(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     recorded(folder / "run", RUN_EVENTS)
-    assert "no step was committed" in simulate(capsys, "--run", "run", code=2)
+    message(simulate(capsys, "--run", "run", code=2))
 
 
 @pytest.mark.parametrize(
@@ -329,4 +330,4 @@ def test_records_of_a_run_that_cannot_be_read_are_named(capsys: pytest.CaptureFi
     run = recorded(folder / "run", RUN_EVENTS)
     run.events_file.unlink()
     run.events_file.mkdir()
-    assert "events.jsonl: cannot be read: Is a directory" in simulate(capsys, "--run", "run", code=2)
+    message(simulate(capsys, "--run", "run", code=2))

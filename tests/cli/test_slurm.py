@@ -20,7 +20,7 @@ from chameleon_ft.errors import ConfigError
 from chameleon_ft.launch.slurm import BatchScript, Machines, time_limit_s
 from chameleon_ft.storage.files import ControlAddress, RunDirectory
 from tests.cli.conftest import CommandLine
-from tests.golden import refused
+from tests.golden import message, refused
 
 # Each writes down how it was called. The coordinator ends with the next code of the file `codes`, or waits for SIGTERM.
 PYTHON = """\
@@ -310,37 +310,34 @@ def test_a_dry_run_prints_the_script_and_writes_nothing(chameleon: CommandLine, 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "expected"),
+    "arguments",
     [
-        ([], "--workers-per-node is missing"),
-        (["--workers-per-node", "2", "--nodes", "1"], "take --nodes 2, or fewer workers"),
-        (["--workers-per-node", "2", "--control.host", "10.0.0.1"], "Slurm chooses the machine of the coordinator"),
-        (["--workers-per-node", "2", "--checkpoint-s", "0"], "--checkpoint-s 0: should be 1 or more"),
-        (
-            ["--workers-per-node", "2", "--checkpoint-s", "65536"],
-            "--checkpoint-s 65536: should be 1 or more, and 65535",
-        ),
-        (["--workers-per-node", "2", "--time", "tomorrow"], "--time tomorrow: should be MINUTES"),
-        (["--workers-per-node", "2", "--time", "2"], "--time 2: leaves no time to train"),
-        (["--workers-per-node", "2", "--output-dir", "a\nb"], "should have no control characters"),
-        (["--workers-per-node", "2", "--sbatch=partition=gpu"], "should be an option of sbatch"),
-        (["--workers-per-node", "2", "--sbatch=--comment=a\nb"], "should be an option of sbatch"),
-        (["--workers-per-node", "2", "--sbatch=--gres=gpu:8 --mem=0"], "give each by a --sbatch of its own"),
-        (["--workers-per-node", "2", "--sbatch=-p gpu -A lab"], "give each by a --sbatch of its own"),
-        (["--workers-per-node", "2", "--sbatch=--array=0-3"], "all nodes of a run are in one job"),
-        (["--workers-per-node", "2", "--sbatch=-a0-3"], "all nodes of a run are in one job"),
-        (["--workers-per-node", "2", "--sbatch=--ntasks-per-node 8"], "a node has one task"),
-        (["--workers-per-node", "2", "--sbatch=-N 4"], "give --nodes N"),
-        (["--workers-per-node", "2", "--workers", "5"], "must equal parallel.dp * parallel.pp"),
-        (["--workers-per-node", "2", "--output-dir", "/etc"], "/etc"),
-        (["--workers-per-node", "2"], "sbatch: is not in the PATH"),
+        [],
+        ["--workers-per-node", "2", "--nodes", "1"],
+        ["--workers-per-node", "2", "--control.host", "10.0.0.1"],
+        ["--workers-per-node", "2", "--checkpoint-s", "0"],
+        ["--workers-per-node", "2", "--checkpoint-s", "65536"],
+        ["--workers-per-node", "2", "--time", "tomorrow"],
+        ["--workers-per-node", "2", "--time", "2"],
+        ["--workers-per-node", "2", "--output-dir", "a\nb"],
+        ["--workers-per-node", "2", "--sbatch=partition=gpu"],
+        ["--workers-per-node", "2", "--sbatch=--comment=a\nb"],
+        ["--workers-per-node", "2", "--sbatch=--gres=gpu:8 --mem=0"],
+        ["--workers-per-node", "2", "--sbatch=-p gpu -A lab"],
+        ["--workers-per-node", "2", "--sbatch=--array=0-3"],
+        ["--workers-per-node", "2", "--sbatch=-a0-3"],
+        ["--workers-per-node", "2", "--sbatch=--ntasks-per-node 8"],
+        ["--workers-per-node", "2", "--sbatch=-N 4"],
+        ["--workers-per-node", "2", "--workers", "5"],
+        ["--workers-per-node", "2", "--output-dir", "/etc"],
+        ["--workers-per-node", "2"],
     ],
 )
 def test_what_cannot_be_submitted_is_refused(
-    chameleon: CommandLine, monkeypatch: pytest.MonkeyPatch, arguments: list[str], expected: str
+    chameleon: CommandLine, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
 ) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    assert expected in chameleon.refused("slurm", *arguments)
+    message(chameleon.refused("slurm", *arguments))
 
 
 def test_what_sbatch_says_is_passed_on(chameleon: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

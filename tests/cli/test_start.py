@@ -16,6 +16,7 @@ from chameleon_ft.errors import ConfigError, LeaseError
 from chameleon_ft.storage.checkpoints import mark_complete
 from chameleon_ft.storage.files import ControlAddress, RunDirectory
 from tests.cli.conftest import CommandLine, finished_run, nothing_listens
+from tests.golden import message
 from tests.stored import step_directory
 
 
@@ -35,7 +36,7 @@ def test_flags_go_over_the_file_before_and_after_it(chameleon: CommandLine, conf
 
 def test_flags_may_set_right_what_does_not_fit_together_in_the_file(chameleon: CommandLine, config_file: Path) -> None:
     config_file.write_text(config_file.read_text().replace("workers = 4", "workers = 8"))
-    assert "workers = 8: must equal" in chameleon.refused("train", config_file)
+    message(chameleon.refused("train", config_file))
     assert chameleon.configured("train", config_file, "--parallel.dp", "4").workers == 8
 
 
@@ -58,7 +59,7 @@ def test_what_a_failure_in_a_file_leaves_out_has_its_default(chameleon: CommandL
 
 @pytest.mark.parametrize("failures", ["3", "3:a", "3:1:sync:kill:again", ""])
 def test_a_failure_that_is_written_wrongly_is_refused(chameleon: CommandLine, config_file: Path, failures: str) -> None:
-    assert "should be STEP:WORKER" in chameleon.refused("train", config_file, "--failures", failures)
+    message(chameleon.refused("train", config_file, "--failures", failures))
 
 
 def test_the_run_directory_is_named_after_the_file_unless_told(chameleon: CommandLine, config_file: Path) -> None:
@@ -86,46 +87,46 @@ def test_the_data_is_in_the_run_directory_before_training(chameleon: CommandLine
 
 
 @pytest.mark.parametrize(
-    ("flags", "expected"),
+    "flags",
     [
-        (["--workers", "5"], "workers = 5: must equal parallel.dp * parallel.pp = 2 * 2 = 4"),
-        (["--parallel.dp", "1", "--parallel.pp", "9", "--workers", "9"], "more stages than the model has layers: 8"),
-        (["--batch.micro-batches", "7"], "batch.micro_batches = 7: must divide evenly"),
-        (["--data.path", "nowhere.txt"], "nowhere.txt"),
-        (["--failures", "3:9"], "failures[0].worker = 9: there is no such worker"),
-        (["--failures", "99:1"], "failures[0].step = 99: there is no such step"),
-        (["--timeouts.heartbeat-timeout-s", "99"], "timeouts.watchdog_min_s"),
-        (["--control.host", "203.0.113.1"], "cannot listen there"),
-        (["--control.host", "no.such.host.invalid"], "give an address of this host"),
-        (["--job", "nowhere.py:job"], "nowhere.py"),
-        (["--steps", "many"], "steps"),
-        (["--stepz", "3"], "stepz"),
-        (["--model.dimm", "3"], "model.dim"),
+        ["--workers", "5"],
+        ["--parallel.dp", "1", "--parallel.pp", "9", "--workers", "9"],
+        ["--batch.micro-batches", "7"],
+        ["--data.path", "nowhere.txt"],
+        ["--failures", "3:9"],
+        ["--failures", "99:1"],
+        ["--timeouts.heartbeat-timeout-s", "99"],
+        ["--control.host", "203.0.113.1"],
+        ["--control.host", "no.such.host.invalid"],
+        ["--job", "nowhere.py:job"],
+        ["--steps", "many"],
+        ["--stepz", "3"],
+        ["--model.dimm", "3"],
     ],
 )
-def test_bad_input_is_refused(chameleon: CommandLine, config_file: Path, flags: list[str], expected: str) -> None:
-    assert expected in chameleon.refused("train", config_file, *flags)
+def test_bad_input_is_refused(chameleon: CommandLine, config_file: Path, flags: list[str]) -> None:
+    message(chameleon.refused("train", config_file, *flags))
     assert not Path("runs").exists()
 
 
 def test_an_unknown_key_in_the_file_is_refused(chameleon: CommandLine, config_file: Path) -> None:
     config_file.write_text("stepz = 3\n")
-    assert "stepz: unknown key; did you mean steps?" in chameleon.refused("train", config_file)
+    message(chameleon.refused("train", config_file))
 
 
 @pytest.mark.parametrize("content", ["", "short"])
 def test_data_that_is_empty_or_too_short_is_refused(chameleon: CommandLine, tmp_path: Path, content: str) -> None:
     (tmp_path / "data.txt").write_text(content)
-    assert "data.txt" in chameleon.refused("train", "--data.path", "data.txt")
+    message(chameleon.refused("train", "--data.path", "data.txt"))
 
 
 def test_ids_beyond_the_vocabulary_are_refused(chameleon: CommandLine, tmp_path: Path) -> None:
     np.full(1000, 300, dtype=np.uint16).tofile(tmp_path / "data.bin")
-    assert "300" in chameleon.refused("train", "--data.path", "data.bin")
+    message(chameleon.refused("train", "--data.path", "data.bin"))
 
 
 def test_a_run_directory_that_exists_is_refused(chameleon: CommandLine, config_file: Path, tmp_path: Path) -> None:
-    assert "exists already" in chameleon.refused("train", config_file, "--output-dir", tmp_path)
+    message(chameleon.refused("train", config_file, "--output-dir", tmp_path))
 
 
 def test_an_address_in_use_is_refused(chameleon: CommandLine, config_file: Path) -> None:
@@ -150,7 +151,7 @@ def test_the_file_beside_a_script_configures_it(chameleon: CommandLine, own_mode
 
 def test_a_job_that_turns_out_to_be_wrong_leaves_no_directory(chameleon: CommandLine, own_model: Path) -> None:
     chameleon.error = ConfigError("this job cannot be trained")
-    assert "this job cannot be trained" in chameleon.refused("run", own_model, "--output-dir", "run")
+    message(chameleon.refused("run", own_model, "--output-dir", "run"))
     assert not Path("run").exists()
     chameleon.error = None
     assert chameleon("run", own_model, "--output-dir", "run") == 0
@@ -172,7 +173,7 @@ def test_what_was_trained_before_a_job_turned_out_to_be_wrong_is_kept(
 
 
 def test_a_script_that_does_not_exist_is_refused(chameleon: CommandLine) -> None:
-    assert "nowhere.py" in chameleon.refused("run", "nowhere.py")
+    message(chameleon.refused("run", "nowhere.py"))
 
 
 def test_resuming_takes_configuration_and_directory_from_the_run(chameleon: CommandLine, config_file: Path) -> None:
@@ -186,27 +187,25 @@ def test_resuming_takes_configuration_and_directory_from_the_run(chameleon: Comm
 
 def test_resuming_may_add_steps(chameleon: CommandLine, config_file: Path) -> None:
     run = finished_run(chameleon, config_file, checkpoint=20)
-    assert "all of its 20 steps are done" in chameleon.refused("train", "--resume", run.path)
+    message(chameleon.refused("train", "--resume", run.path))
     assert chameleon.configured("train", "--resume", run.path, "--steps", "40").steps == 40
 
 
 @pytest.mark.parametrize(
-    ("flags", "expected"),
+    "flags",
     [
-        (["--model.dim", "64"], "model.dim = 128, not 64"),
-        (["--seed", "3"], "seed = 0, not 3"),
-        (["--batch.micro-batches", "16"], "batch.micro_batches = 8, not 16"),
-        (["--optimizer.lr", "1"], "optimizer.lr = 0.003"),
-        (["--output-dir", "elsewhere"], "leave out the configuration file and --output-dir"),
-        (["--failures", "3:8"], "there is no such worker"),
+        ["--model.dim", "64"],
+        ["--seed", "3"],
+        ["--batch.micro-batches", "16"],
+        ["--optimizer.lr", "1"],
+        ["--output-dir", "elsewhere"],
+        ["--failures", "3:8"],
     ],
 )
-def test_a_run_cannot_go_on_as_another_one(
-    chameleon: CommandLine, config_file: Path, flags: list[str], expected: str
-) -> None:
+def test_a_run_cannot_go_on_as_another_one(chameleon: CommandLine, config_file: Path, flags: list[str]) -> None:
     run = finished_run(chameleon, config_file)
     before = run.config_file.read_text()
-    assert expected in chameleon.refused("train", "--resume", run.path, *flags)
+    message(chameleon.refused("train", "--resume", run.path, *flags))
     assert run.config_file.read_text() == before
 
 
@@ -214,7 +213,7 @@ def test_a_run_goes_on_with_other_data_if_told_to(chameleon: CommandLine, config
     run, other = finished_run(chameleon, config_file), tmp_path / "other.bin"
     np.arange(5_000, dtype=np.uint16).tofile(other)
     resume = ("train", "--resume", run.path, "--data.path", other)
-    assert "data.path" in chameleon.refused(*resume)
+    message(chameleon.refused(*resume))
     accepted = (*resume, "--accept-changes", "data")
     assert "model.vocab_size" in chameleon.refused(*accepted), "ids are checked, as at the start"
     (np.arange(5_000, dtype=np.uint16) % 256).tofile(other)
@@ -228,7 +227,7 @@ def test_a_run_goes_on_with_other_data_if_told_to(chameleon: CommandLine, config
 
 def test_a_run_with_another_job_is_refused(chameleon: CommandLine, config_file: Path, own_model: Path) -> None:
     run = finished_run(chameleon, config_file)
-    assert "its checkpoint was written with job" in chameleon.refused("run", own_model, "--resume", run.path)
+    message(chameleon.refused("run", own_model, "--resume", run.path))
 
 
 def test_a_run_goes_on_with_its_own_job(chameleon: CommandLine, own_model: Path) -> None:
@@ -241,12 +240,12 @@ def test_a_run_goes_on_with_its_own_job(chameleon: CommandLine, own_model: Path)
 
 
 def test_a_new_run_needs_a_job(chameleon: CommandLine) -> None:
-    assert "JOB is missing" in chameleon.refused("run", "--steps", "20")
+    message(chameleon.refused("run", "--steps", "20"))
 
 
 def test_a_run_without_a_checkpoint_cannot_go_on(chameleon: CommandLine, config_file: Path) -> None:
     run = finished_run(chameleon, config_file, checkpoint=None)
-    assert "no complete checkpoint" in chameleon.refused("train", "--resume", run.path)
+    message(chameleon.refused("train", "--resume", run.path))
 
 
 def test_a_run_with_damaged_checkpoints_alone_cannot_go_on_and_the_damage_is_named(
@@ -264,7 +263,7 @@ def test_a_live_run_is_not_started_again(chameleon: CommandLine, config_file: Pa
     run = finished_run(chameleon, config_file)
     run.write_control(ControlAddress(address="127.0.0.1:1", token="secret", pid=os.getpid()))
     code = os.EX_UNAVAILABLE
-    assert "is still live in process" in chameleon.refused("train", "--resume", run.path, code=code)
+    message(chameleon.refused("train", "--resume", run.path, code=code))
     assert "is still live" in chameleon.refused(
         "train", config_file, "--output-dir", run.path, "--resume", "auto", code=code
     )
@@ -292,7 +291,7 @@ def test_a_run_on_another_host_is_live_if_its_coordinator_answers(chameleon: Com
 
 
 def test_a_directory_that_is_no_run_cannot_go_on(chameleon: CommandLine, tmp_path: Path) -> None:
-    assert "is not a run directory" in chameleon.refused("train", "--resume", tmp_path)
+    message(chameleon.refused("train", "--resume", tmp_path))
 
 
 def test_a_coordinator_is_prepared_like_a_run(chameleon: CommandLine, config_file: Path) -> None:
@@ -302,10 +301,10 @@ def test_a_coordinator_is_prepared_like_a_run(chameleon: CommandLine, config_fil
 def test_unknown_keys_and_flags_are_refused_by_name(
     chameleon: CommandLine, config_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert "--out" in chameleon.refused("train", config_file, "--out", "here")
+    message(chameleon.refused("train", config_file, "--out", "here"))
     run = finished_run(chameleon, config_file)
     recorded = run.config_file.read_text()
     assert "\nheartbeat_timeout_s = " in recorded
     run.config_file.write_text(recorded.replace("\nheartbeat_timeout_s = ", "\nheartbeat_s = "))
     capsys.readouterr()
-    assert "timeouts.heartbeat_s" in chameleon.refused("train", "--resume", run.path, "--steps", "40")
+    message(chameleon.refused("train", "--resume", run.path, "--steps", "40"))

@@ -11,6 +11,7 @@ from chameleon_ft.storage.files import RunDirectory
 from chameleon_ft.storage.run_storage import RecordCopies
 from chameleon_ft.storage.stores import ObjectStore, storage_of
 from tests.cli.conftest import CommandLine
+from tests.golden import message
 
 
 @pytest.fixture
@@ -69,7 +70,7 @@ def test_a_run_goes_on_from_its_store_in_another_directory(
     assert chameleon.launched[-1].resume
     assert first.path == tmp_path / "first"
     chameleon.launched.clear()
-    assert "second: exists already" in chameleon.refused("train", "--resume", url, "--output-dir", "second")
+    message(chameleon.refused("train", "--resume", url, "--output-dir", "second"))
 
 
 def test_by_default_its_directory_has_the_name_of_its_store(
@@ -81,7 +82,7 @@ def test_by_default_its_directory_has_the_name_of_its_store(
 
 def test_what_is_refused_leaves_no_directory_behind(chameleon: CommandLine, config_file: Path, url: str) -> None:
     finished_run(chameleon, config_file, url)
-    assert "seed = 0, not 3" in chameleon.refused("train", "--resume", url, "--output-dir", "second", "--seed", "3")
+    message(chameleon.refused("train", "--resume", url, "--output-dir", "second", "--seed", "3"))
     assert "all of its 10 steps are done" in chameleon.refused(
         "train", "--resume", url, "--output-dir", "second", "--steps", "10"
     )
@@ -113,7 +114,7 @@ def test_a_resumed_run_keeps_its_store(chameleon: CommandLine, config_file: Path
     other = f"file://{tmp_path}/other"
     refused = chameleon.refused("train", "--resume", run.path, "--store.url", other)
     assert f"its checkpoints are in {url}, not in {other}" in refused
-    assert "leave out --store.url" in chameleon.refused("train", "--resume", url, "--store.url", other)
+    message(chameleon.refused("train", "--resume", url, "--store.url", other))
 
 
 def test_a_fork_has_a_store_of_its_own_or_none(
@@ -121,7 +122,7 @@ def test_a_fork_has_a_store_of_its_own_or_none(
 ) -> None:
     run = finished_run(chameleon, config_file, url)
     fork = ("train", "--resume", run.path, "--fork", "--output-dir")
-    assert "is the store of the run that is continued" in chameleon.refused(*fork, "fork")
+    message(chameleon.refused(*fork, "fork"))
     other = f"file://{tmp_path}/other"
     for directory, place in (("fork-1", other), ("fork-2", "")):
         assert chameleon.configured(*fork, directory, "--store.url", place).store.url == place
@@ -132,18 +133,16 @@ def test_a_fork_has_a_store_of_its_own_or_none(
 
 
 @pytest.mark.parametrize(
-    ("value", "expected"),
+    "value",
     [
-        ("bucket/run", "should be the URL of a folder"),
-        ("s3://", "should be the URL of a folder"),
-        ("memory://run", "is in the memory of one process"),
-        ("s3://bucket/runs/*", "should be without *, ? and ["),
-        ("s3://bucket/run[1]", "should be without *, ? and ["),
-        ("bogus://bucket/run", "use s3://"),
-        ("file:///proc/nowhere/run", "store.url = file:///proc/nowhere/run"),
+        "bucket/run",
+        "s3://",
+        "memory://run",
+        "s3://bucket/runs/*",
+        "s3://bucket/run[1]",
+        "bogus://bucket/run",
+        "file:///proc/nowhere/run",
     ],
 )
-def test_a_store_that_cannot_be_used_is_refused(
-    chameleon: CommandLine, config_file: Path, value: str, expected: str
-) -> None:
-    assert expected in chameleon.refused("train", config_file, "--store.url", value)
+def test_a_store_that_cannot_be_used_is_refused(chameleon: CommandLine, config_file: Path, value: str) -> None:
+    message(chameleon.refused("train", config_file, "--store.url", value))

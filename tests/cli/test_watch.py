@@ -13,6 +13,7 @@ import pytest
 from chameleon_ft.cli.commands.watch import sparkline
 from chameleon_ft.storage.files import ControlAddress, RunDirectory
 from tests.cli.conftest import CommandLine, nothing_listens
+from tests.golden import message
 from tests.report.live.lines import add, event, failed, new_run, started, stepped
 
 
@@ -68,16 +69,16 @@ def test_a_run_that_has_not_begun_has_a_status(chameleon: CommandLine, tmp_path:
 
 @pytest.mark.parametrize("command", ["status", "watch", "stop", "checkpoint"])
 def test_what_is_no_run_is_refused(chameleon: CommandLine, command: str, tmp_path: Path) -> None:
-    assert "there is no such directory" in chameleon.refused(command, tmp_path / "none")
+    message(chameleon.refused(command, tmp_path / "none"))
 
 
 @pytest.mark.parametrize("command", ["stop", "checkpoint"])
 def test_what_is_over_is_not_controlled(chameleon: CommandLine, command: str, run: RunDirectory) -> None:
-    assert "this run is not live" in chameleon.refused(command, run.path)
+    message(chameleon.refused(command, run.path))
 
 
 def test_what_is_no_terminal_is_not_watched_in(chameleon: CommandLine, run: RunDirectory) -> None:
-    assert "chameleon status" in chameleon.refused("watch", run.path)
+    message(chameleon.refused("watch", run.path))
 
 
 def test_a_curve_has_a_line() -> None:
@@ -131,13 +132,13 @@ def test_a_run_is_stopped_and_saved(chameleon: CommandLine, run: RunDirectory, m
 def test_a_run_is_named_once(
     chameleon: CommandLine, run: RunDirectory, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
-    assert "give either RUN" in chameleon.refused(command)
-    assert "give either RUN" in chameleon.refused(command, run.path, "--coordinator", "127.0.0.1:1")
-    assert "--token: for --coordinator" in chameleon.refused(command, run.path, "--token", "secret")
+    message(chameleon.refused(command))
+    message(chameleon.refused(command, run.path, "--coordinator", "127.0.0.1:1"))
+    message(chameleon.refused(command, run.path, "--token", "secret"))
     told = chameleon.refused(command, run.path, "--token", "secret", "--tls", run.path)
     assert "--token and --tls: for --coordinator" in told
-    assert "a join token is needed" in chameleon.refused(command, "--coordinator", "127.0.0.1:1")
-    assert "write it as HOST:PORT" in chameleon.refused(command, "--coordinator", "nowhere")
+    message(chameleon.refused(command, "--coordinator", "127.0.0.1:1"))
+    message(chameleon.refused(command, "--coordinator", "nowhere"))
     monkeypatch.setenv("CHAMELEON_TOKEN", "token")
     chameleon.knocks.append(nothing_listens)
     told = chameleon.refused(command, "--coordinator", "127.0.0.1:1", code=1)

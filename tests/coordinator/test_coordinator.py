@@ -16,7 +16,6 @@ from chameleon_ft.protocol.messages import (
     CheckpointSaved,
     CheckpointState,
     Exit,
-    Finish,
     Hello,
     HostHello,
     Inject,
@@ -24,7 +23,6 @@ from chameleon_ft.protocol.messages import (
     Refused,
     SlowIO,
     Spawn,
-    Started,
     StartGeneration,
     Welcome,
 )
@@ -70,28 +68,6 @@ async def test_a_refused_worker_receives_the_reason(stage: Stage) -> None:
         with refused(ControlError):
             stage.say(Puppet("stranger"), Hello(worker=worker, host="h"))
     assert stage.ended is None
-
-
-@scene()
-async def test_only_members_may_say_what_members_say(stage: Stage) -> None:
-    stage.train()
-    for message in (Started(generation=1), CheckpointSaved(generation=1, step=2, layers=(0,))):
-        with refused(ControlError):
-            stage.say(Puppet("stranger"), message)
-    with refused(ControlError):
-        stage.say(stage.ranks[0], Exit(reason="enough"))
-    stage.commit(3)
-    assert stage.ended is None
-
-
-@scene()
-async def test_a_worker_that_ends_before_the_run_has_begun_ends_it(stage: Stage) -> None:
-    stage.say(stage.host, HostHello(host="a", slots=4))
-    stage.join(0)
-    stage.reap(2, 1)
-    assert stage.ended is not None
-    assert stage.ended[0] == "failed"
-    assert stage.ended[1].startswith("worker 2 ended before the run began: exit code 1; see ")
 
 
 @scene()
@@ -147,18 +123,6 @@ async def test_the_run_ends_when_every_member_has_finished(stage: Stage) -> None
     assert stage.told_to_exit() == [0, 1, 2, 3]
     assert stage.host.count(Exit) == 1
     assert stage.run.summary_file.exists()
-
-
-@scene()
-async def test_a_checkpoint_is_complete_when_every_layer_of_it_is_written(stage: Stage) -> None:
-    stage.train()
-    stage.save(2, 0, 0, copy_s=0.1, write_s=3.0)
-    stage.save(2, 1, 2, 3, copy_s=0.3, write_s=2.0)
-    assert complete_checkpoints(stage.run.checkpoints) == []
-    stage.save(2, 2, 1, copy_s=0.2, write_s=1.0)
-    assert complete_checkpoints(stage.run.checkpoints) == [2]
-    (event,) = stage.events("checkpoint")
-    assert (event["step"], event["copy_s"], event["write_s"]) == (2, 0.3, 3.0), "those of the slowest"
 
 
 @scene(checkpoint=Checkpoint(every=2, keep=2))
@@ -221,17 +185,6 @@ async def test_a_rank_that_waits_for_the_disk_is_named_once_and_not_given_up(sta
 
 
 # --- interrupts ------------------------------------------------------------------------------------------------------
-
-
-@scene()
-async def test_an_interrupt_ends_the_run_after_the_step_with_a_checkpoint(stage: Stage) -> None:
-    stage.train(steps=3)
-    stage.coordinator.interrupt()
-    assert all(rank.count(Finish) == 1 for rank in stage.ranks.values())
-    assert stage.ended is None
-    stage.commit(3)
-    stage.finish(4)
-    assert stage.ended == ("interrupted", "interrupted by the user, with a checkpoint")
 
 
 @scene()

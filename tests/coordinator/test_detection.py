@@ -11,7 +11,6 @@ from chameleon_ft.protocol.messages import (
     Crashed,
     Kill,
     PeerFailed,
-    Position,
     Probe,
     ProcessState,
     Quiesced,
@@ -54,33 +53,12 @@ async def test_a_reaped_process(stage: Stage) -> None:
 
 
 @scene()
-async def test_a_closed_connection(stage: Stage) -> None:
-    stage.train()
-    stage.depart(stage.ranks[1])
-    assert stage.host.last(Kill).worker == 1, "whatever is left of it is ended"
-    assert stage.recover(2).cause == "control connection closed"
-
-
-@scene()
 async def test_the_cause_is_the_best_known_at_the_end(stage: Stage) -> None:
     stage.train()
     stage.depart(stage.ranks[1])
     stage.reap(1, -6)
     stage.recover(2)
     assert lost(stage) == [(1, "connection", "SIGABRT")]
-
-
-@scene()
-async def test_a_lost_heartbeat(stage: Stage) -> None:
-    stage.train()
-    stage.silence(stage.ranks[1])
-    assert stage.host.last(Probe) == Probe(probe=0, worker=1)
-    stage.say(stage.host, ProcessState(probe=0, worker=1, stopped=True))
-    stage.silence(stage.ranks[1])
-    stage.say(stage.host, ProcessState(probe=0, worker=1, stopped=True))
-    stage.reap(1)  # fenced, and that is not why it is lost
-    stage.recover(2)
-    assert lost(stage) == [(1, "heartbeat", "no heartbeat, because its process is stopped")]
 
 
 @scene()
@@ -113,77 +91,6 @@ async def find_stopped(stage: Stage, worker: int) -> None:
 
 
 @scene()
-async def test_a_stopped_process(stage: Stage) -> None:
-    watching = asyncio.create_task(stage.coordinator.wait())
-    stage.train()
-    await find_stopped(stage, 1)
-    assert stage.recover(2).cause == "hung: its process is stopped"
-    assert lost(stage)[0][:2] == (1, "watchdog")
-    watching.cancel()
-
-
-@scene()
-async def test_a_worker_stuck_in_an_operation(stage: Stage) -> None:
-    watching = asyncio.create_task(stage.coordinator.wait())
-    stage.train()
-    while not stage.ranks[1].count(Probe):
-        await asyncio.sleep(0.05)
-    for worker in range(4):
-        stage.say(
-            stage.ranks[worker],
-            Position(
-                probe=stage.ranks[worker].last(Probe).probe,
-                doing="B3",
-                waiting=worker != 1,
-                since_s=60.0,
-            ),
-        )
-    assert stage.recover(2).cause == "hung: in B3 for 60.0 s"
-    watching.cancel()
-
-
-@scene()
-async def test_no_worker_is_probed_while_steps_are_committed(stage: Stage) -> None:
-    watching = asyncio.create_task(stage.coordinator.wait())
-    stage.train(steps=0)
-    for step in range(10):
-        stage.commit(step, step_s=1.0)
-        await asyncio.sleep(1.0)
-    assert not stage.host.count(Probe)
-    watching.cancel()
-
-
-@scene()
-async def test_a_worker_that_does_not_come_to_rest_is_looked_for(stage: Stage) -> None:
-    watching = asyncio.create_task(stage.coordinator.wait())
-    stage.train()
-    stage.reap(1)
-    stage.quiesce(2, 3, 0, 2)
-    await find_stopped(stage, 3)
-    assert stage.ended is not None, "1 and 3 were the holders of stage 1"
-    assert [failure.worker for failure in stage.failures] == [1, 3]
-    watching.cancel()
-
-
-@scene(**THREE_PIPELINES)
-async def test_workers_that_never_come_to_rest_are_given_up(stage: Stage) -> None:
-    watching = asyncio.create_task(stage.coordinator.wait())
-    stage.train(workers=6)
-    stage.reap(1)
-    stage.quiesce(2, 3, 0, 2, 5)
-    while stage.order().generation == 1:  # 3 and 4 answer whatever they are asked, and never leave their operation
-        await asyncio.sleep(1.0)
-    assert stage.order().members == (0, 2, 5)
-    stage.start()
-    assert [(failure.worker, failure.cause) for failure in stage.failures] == [
-        (1, "SIGKILL"),
-        (3, "hung: it does not leave its operation"),
-        (4, "hung: it does not leave its operation"),
-    ]
-    watching.cancel()
-
-
-@scene()
 async def test_a_worker_that_does_not_regroup_is_looked_for(stage: Stage) -> None:
     watching = asyncio.create_task(stage.coordinator.wait())
     stage.train()
@@ -194,28 +101,6 @@ async def test_a_worker_that_does_not_regroup_is_looked_for(stage: Stage) -> Non
     stage.recover(3)
     assert [failure.worker for failure in stage.failures] == [1, 0]
     watching.cancel()
-
-
-@scene()
-async def test_the_peer_that_most_messages_failed_with(stage: Stage) -> None:
-    stage.train()
-    for worker, peer in [(2, 3), (1, 2), (0, 1), (3, 1)]:
-        stage.say(stage.ranks[worker], PeerFailed(generation=1, peer=peer, error="reset"))
-    stage.quiesce(2, 3)
-    assert stage.ranks[1].dropped
-    assert stage.order().members == (0, 2, 3)
-    stage.start()
-    assert lost(stage) == [(1, "peer", "messages with it failed: reset")]
-
-
-@scene()
-async def test_a_peer_report_is_explained_by_a_loss_that_is_noticed_otherwise(stage: Stage) -> None:
-    stage.train()
-    stage.say(stage.ranks[0], PeerFailed(generation=1, peer=3, error="reset"))
-    stage.reap(1)
-    stage.recover(2)
-    assert lost(stage) == [(1, "child", "SIGKILL")]
-    assert not stage.ranks[3].dropped
 
 
 @scene()
@@ -246,17 +131,6 @@ async def test_messages_that_fail_without_a_culprit_are_tried_again_a_few_times(
     assert reports == [[{"reporter": 0, "peer": None, "error": "a collective"}]] * 4
 
 
-@scene(steps=50)
-async def test_a_step_in_between_makes_up_for_messages_that_failed(stage: Stage) -> None:
-    stage.train(steps=0)
-    for generation in range(1, 9):
-        stage.commit(generation - 1)
-        stage.say(stage.ranks[0], PeerFailed(generation=generation, peer=None, error="a collective"))
-        stage.quiesce(generation + 1, generation)
-        stage.start()
-    assert stage.ended is None
-
-
 @scene()
 async def test_an_error_in_one_worker_is_its_loss(stage: Stage) -> None:
     stage.train()
@@ -275,28 +149,6 @@ async def test_the_same_error_in_the_same_step_of_another_worker_is_the_jobs(sta
     assert stage.ended[1].startswith("worker 2 failed in step 3: ValueError: a bug; see ")
     assert stage.ended[1].endswith("worker-2.log")
     assert stage.failures == [], "worker 1 has not failed either"
-
-
-@scene(**THREE_PIPELINES)
-async def test_another_error_or_another_step_is_another_loss(stage: Stage) -> None:
-    stage.train(workers=6)
-    stage.say(stage.ranks[1], Crashed(error="ValueError: a bug"))
-    stage.say(stage.ranks[2], Crashed(error="ValueError: another bug"))
-    stage.quiesce(2, 3)
-    stage.start()
-    stage.commit(3)
-    stage.say(stage.ranks[0], Crashed(error="ValueError: another bug"))
-    stage.recover(3, 4)
-    assert stage.ended is None
-    assert [failure.worker for failure in stage.failures] == [1, 2, 0]
-
-
-@scene()
-async def test_an_error_in_the_first_step_is_the_jobs(stage: Stage) -> None:
-    stage.train(steps=0)
-    stage.say(stage.ranks[3], Crashed(error="ValueError: a bug"))
-    assert stage.ended is not None
-    assert stage.ended[1].startswith("worker 3 failed in step 0: ValueError: a bug")
 
 
 @scene()
@@ -322,16 +174,6 @@ async def test_an_agent_speaks_for_its_own_workers_only(stage: Stage) -> None:
     with refused(ControlError):
         stage.say(Puppet("stranger"), WorkerExited(worker=1, exit_code=1))
     assert stage.live() == [0, 1, 2, 3]
-
-
-@scene()
-async def test_a_message_that_a_rank_may_not_send_costs_no_other_worker(stage: Stage) -> None:
-    stage.train()
-    with refused(ControlError):
-        stage.say(stage.ranks[1], stage.ranks[1].last(StartGeneration))
-    stage.depart(stage.ranks[1])  # as the server does then
-    stage.recover(2)
-    assert [failure.worker for failure in stage.failures] == [1]
 
 
 @scene()

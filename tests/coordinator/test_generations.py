@@ -63,63 +63,6 @@ async def test_a_loss_changes_the_placement(stage: Stage) -> None:
 
 
 @scene(**THREE_PIPELINES)
-async def test_what_has_moved_is_recorded_once(stage: Stage) -> None:
-    begin_transition(stage)
-    for worker in (2, 0):
-        switch(stage, worker)
-    stage.start([2])
-    switch(stage, 3)
-    (event,) = stage.events("transition")
-    assert (event["generation"], event["workers"], event["moved_bytes"], event["transfer_s"]) == (2, 5, 700, 0.25)
-    assert event["planned_bytes"] > 0
-    (failure,) = stage.failures
-    assert failure.policy.startswith("repartition")
-    assert (failure.moved_bytes, failure.transfer_s, failure.rounds) == (700, 0.25, event["rounds"])
-    (decision,) = stage.events("decision")
-    assert decision["chosen"] == failure.policy
-
-
-@scene(**THREE_PIPELINES)
-async def test_when_none_has_switched_the_old_placement_is_in_force(stage: Stage) -> None:
-    begin_transition(stage)
-    got = {worker: tuple({*OLD[worker], *held_in(stage, worker)}) for worker in stage.live()}
-    stage.reap(5)
-    for worker in stage.live():
-        stage.quiesce(3, 3, worker, placed=1, layers=tuple(sorted(got[worker])))
-    for worker, transition in told(stage).items():
-        assert set(transition.keep) >= set(OLD[worker])
-        received = {layer for _, _, destination, layer, _ in transition.moves if destination == worker}
-        assert not received & set(got[worker]), "what has arrived already is not sent again"
-    assert stage.order().members == tuple(stage.live())
-
-
-@scene(**THREE_PIPELINES)
-async def test_when_one_has_switched_the_new_placement_is_in_force(stage: Stage) -> None:
-    begin_transition(stage)
-    new = {worker: held_in(stage, worker) for worker in stage.live()}
-    stage.reap(5)
-    for worker in stage.live():
-        switched = worker == 2
-        layers = new[worker] if switched else tuple(sorted({*OLD[worker], *new[worker]}))
-        stage.quiesce(3, 3, worker, placed=2 if switched else 1, layers=layers)
-    assert stage.ended is None
-    kept = {worker: transition.keep for worker, transition in told(stage).items()}
-    for worker in stage.live():
-        assert set(kept.get(worker, held_in(stage, worker))) >= set(new[worker])
-
-
-@scene(**THREE_PIPELINES)
-async def test_without_a_loss_the_same_transition_is_tried_again(stage: Stage) -> None:
-    before = begin_transition(stage)
-    members = stage.order().members
-    stage.say(stage.ranks[0], PeerFailed(generation=2, peer=None, error="a collective failed"))
-    for worker in stage.live():
-        stage.quiesce(3, 3, worker, placed=1, layers=OLD[worker])
-    assert told(stage) == before
-    assert (stage.order().generation, stage.order().members) == (3, members)
-
-
-@scene(**THREE_PIPELINES)
 async def test_after_the_switch_the_new_plan_continues_without_a_transition(stage: Stage) -> None:
     begin_transition(stage)
     stage.say(stage.ranks[0], PeerFailed(generation=2, peer=None, error="a collective failed"))

@@ -2,48 +2,9 @@
 
 from __future__ import annotations
 
-from chameleon_ft.config import Batch, Checkpoint, Parallel
-from chameleon_ft.protocol.messages import Finish, Finished, PeerFailed, Started, Stop
+from chameleon_ft.config import Batch, Parallel
+from chameleon_ft.protocol.messages import Finished, PeerFailed, Started, Stop
 from tests.coordinator.stage import THREE_PIPELINES, Stage, scene
-
-
-@scene(**THREE_PIPELINES)
-async def test_two_at_once(stage: Stage) -> None:
-    stage.train(workers=6)
-    stage.reap(0)
-    stage.reap(3)
-    stage.quiesce(2, 3)
-    assert stage.order().members == (1, 2, 4, 5)
-    stage.start()
-    assert [(failure.worker, failure.generation) for failure in stage.failures] == [(0, 2), (3, 2)]
-
-
-@scene(**THREE_PIPELINES)
-async def test_a_loss_while_the_others_come_to_rest(stage: Stage) -> None:
-    stage.train(workers=6)
-    stage.reap(0)
-    stage.quiesce(2, 3, 1, 2, 3)
-    stage.reap(3)  # it has quiesced
-    stage.quiesce(2, 3, 4)
-    assert stage.order().generation == 1
-    stage.reap(5)  # and this was the last that had not
-    assert stage.order().members == (1, 2, 4)
-    assert stage.order().generation == 2, "one stop was enough"
-    stage.start()
-    assert [failure.worker for failure in stage.failures] == [0, 3, 5]
-
-
-@scene(**THREE_PIPELINES)
-async def test_a_loss_while_the_others_regroup(stage: Stage) -> None:
-    stage.train(workers=6)
-    stage.reap(0)
-    stage.quiesce(2, 3)
-    stage.reap(3)
-    assert stage.ranks[1].last(Stop).generation == 3
-    stage.quiesce(3, 3)
-    assert stage.order().members == (1, 2, 4, 5)
-    stage.start()
-    assert [(failure.worker, failure.generation) for failure in stage.failures] == [(0, 3), (3, 3)]
 
 
 @scene(**THREE_PIPELINES)
@@ -59,32 +20,6 @@ async def test_what_belongs_to_a_generation_that_is_over_is_passed_over(stage: S
     assert stage.failures == []
     stage.quiesce(3, 3)
     assert stage.order().members == (1, 2, 4, 5)
-
-
-@scene(**THREE_PIPELINES)
-async def test_messages_of_a_lost_worker_are_ignored(stage: Stage) -> None:
-    stage.train(workers=6)
-    stage.reap(3)
-    stage.commit(3, worker=3)  # was on its way when it was fenced
-    stage.quiesce(2, 3, 3)
-    assert len(stage.run.steps()) == 3
-    assert stage.events("refused") == []
-    stage.depart(stage.ranks[3])
-    stage.reap(3)
-    stage.recover(2)
-    assert [failure.worker for failure in stage.failures] == [3]
-
-
-@scene()
-async def test_an_interrupt_in_an_incident_is_remembered(stage: Stage) -> None:
-    stage.train()
-    stage.reap(1)
-    stage.coordinator.interrupt()
-    assert [worker for worker, rank in stage.ranks.items() if rank.count(Finish)] == [0, 2, 3]
-    stage.quiesce(2, 3)
-    stage.start()
-    stage.finish(3)
-    assert stage.ended == ("interrupted", "interrupted by the user, with a checkpoint")
 
 
 @scene(steps=3)
@@ -124,16 +59,6 @@ async def test_workers_that_are_all_lost_before_the_last_checkpoint_have_trained
     assert reason.startswith("no worker is left; all steps are trained")
 
 
-@scene(checkpoint=Checkpoint(every=1))
-async def test_when_no_worker_is_left_the_run_ends(stage: Stage) -> None:
-    stage.train()
-    stage.save(2, 0, 0, 1, 2, 3)
-    for worker in range(4):
-        stage.reap(worker)
-    assert stage.ended == ("failed", "no worker is left")
-    assert len(stage.failures) == 4
-
-
 # Of five survivors only four can be used: two micro-batches go through one or two pipelines, of four layers at most.
 WITH_A_SPARE = {"workers": 8, "parallel": Parallel(dp=2, pp=4), "batch": Batch(micro_batches=2, micro_batch_size=1)}
 
@@ -146,17 +71,6 @@ def leave_a_spare(stage: Stage) -> None:
         stage.reap(worker)
     stage.quiesce(2, 3)
     assert stage.order().members == (2, 3, 5, 6)
-
-
-@scene(**WITH_A_SPARE)
-async def test_a_spare_that_is_lost_disturbs_no_other(stage: Stage) -> None:
-    leave_a_spare(stage)
-    stage.start()
-    stage.reap(7)
-    assert [failure.worker for failure in stage.failures] == [0, 4, 1, 7]
-    assert stage.ranks[2].count(Stop) == 1
-    stage.commit(2)
-    assert stage.ended is None
 
 
 @scene(**WITH_A_SPARE)

@@ -5,30 +5,8 @@ from __future__ import annotations
 from chameleon_ft.config import Checkpoint
 from chameleon_ft.protocol.messages import CheckpointSaved, CheckpointUnreadable
 from chameleon_ft.storage.checkpoints import complete_checkpoints
-from tests.coordinator.stage import Stage, scene, vote
+from tests.coordinator.stage import Stage, scene
 from tests.stored import layer_directory
-
-
-@scene()
-async def test_a_step_that_one_worker_applied_is_applied_by_all(stage: Stage) -> None:
-    stage.train()
-    stage.commit(3, worker=1)
-    stage.reap(1)
-    stage.quiesce(2, 3, reduced=True)
-    order = stage.order()
-    assert (order.first_step, order.roll_forward) == (4, vote(3))
-
-
-@scene()
-async def test_states_that_do_not_fit_together_end_the_run(stage: Stage) -> None:
-    stage.train()
-    stage.reap(1)
-    stage.quiesce(2, 3, 0, 2)
-    stage.quiesce(2, 1, 3)
-    assert stage.ended is not None
-    assert stage.ended[0] == "failed"
-    assert "cannot follow the others to step 3" in stage.ended[1]
-    assert stage.failures[0].policy == "stop"
 
 
 @scene()
@@ -119,19 +97,6 @@ async def test_without_a_checkpoint_that_can_be_read_the_run_ends(stage: Stage) 
         "no checkpoint is left that can be read; that of step 2 cannot be read and is not used again: worker 2: "
         "layer 3: a file is not as it was written",
     )
-
-
-@scene()
-async def test_without_a_last_holder_and_without_a_checkpoint_the_run_ends(stage: Stage) -> None:
-    stage.train()
-    stage.reap(1)
-    stage.reap(3)
-    stage.quiesce(2, 3)
-    assert stage.ended is not None
-    assert stage.ended[0] == "failed"
-    assert stage.ended[1].startswith("no live worker holds layers 2-3;")
-    assert stage.ended[1].endswith("there is no complete checkpoint in this run")
-    assert {failure.policy for failure in stage.failures} == {"stop"}
 
 
 @scene(steps=40)

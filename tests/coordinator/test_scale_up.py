@@ -20,11 +20,9 @@ from chameleon_ft.plan.shards import UNITS
 from chameleon_ft.plan.snapshots import SnapshotShare
 from chameleon_ft.protocol.messages import (
     Begin,
-    Exit,
     Hello,
     HostHello,
     Migrate,
-    Prepare,
     Ready,
     Spawn,
     Stop,
@@ -36,8 +34,6 @@ from chameleon_ft.storage.plans import read_generation_plans
 from chameleon_ft.workload import LayerCost
 from tests.coordinator.newcomers import (
     RESPAWNING,
-    STEADY,
-    come,
     come_back,
     considered,
     join_from_late_host,
@@ -180,26 +176,6 @@ async def test_a_worker_whose_layers_are_still_arriving_votes_for_snapshots_too(
         assert all(orders[worker].snapshots not in (None, SnapshotShare()) for worker in orders if worker != 1)
 
 
-@scene(**STEADY)
-async def test_a_newcomer_without_a_place_stays_a_spare_and_no_worker_is_stopped(stage: Stage) -> None:
-    async with watched(stage):
-        stage.train()
-        await lose_and_respawn(stage)
-        come(stage, 1)
-        await until(lambda: len(stage.events("decision")) == 2)
-        stage.commit(3)
-    decision = stage.events("decision")[-1]
-    assert (decision["trigger"], decision["chosen"], decision["generation"]) == ("join", "stay", 2)
-    assert [each["policy"] for each in decision["candidates"]] == ["stay"]
-    assert stage.ranks[0].count(Prepare) == 0
-    assert stage.ranks[0].last(Stop).generation == 2
-    # It is there when the next one is lost.
-    stage.reap(2)
-    stage.quiesce(3, 4)
-    assert {*stage.order().members} <= {0, 1, 3}
-    assert stage.ended is None
-
-
 @scene(**RESPAWNING)
 async def test_newcomers_of_the_same_moment_are_considered_together(stage: Stage) -> None:
     late = Puppet("late host")
@@ -230,63 +206,6 @@ async def test_slow_newcomers_are_not_waited_for_without_end(stage: Stage) -> No
             stage.say(join_from_late_host(stage, worker), Ready())
         await considered(stage)
     assert stage.ended is None
-
-
-@scene(**RESPAWNING)
-async def test_a_cluster_may_start_a_lost_worker_again(stage: Stage) -> None:
-    async with watched(stage):
-        stage.gather(4, with_agent=False)
-        stage.start()
-        for step in range(3):
-            stage.commit(step)
-        stage.depart(stage.ranks[2])
-        stage.quiesce(2, 3)
-        stage.start()
-        assert come(stage, 2).last(Welcome).incarnation == 2
-        await considered(stage)
-        stage.switch_to_the_end(3)
-        assert 2 in stage.order().members
-
-
-@scene(**RESPAWNING)
-async def test_a_worker_that_comes_while_others_regroup_is_held_back(stage: Stage) -> None:
-    async with watched(stage):
-        stage.train()
-        await lose_and_respawn(stage)
-        rank = stage.join(1)
-        stage.reap(2)
-        stage.say(rank, Ready())
-        stage.quiesce(3, 3, 0, 3)
-        order = stage.order()
-        assert 1 not in order.participants
-        stage.start(order.members)
-        assert rank.count(Stop) == 0
-        assert (await considered(stage)).generation == 4
-
-
-@scene(**RESPAWNING)
-async def test_the_last_step_is_not_switched_after(stage: Stage) -> None:
-    async with watched(stage):
-        stage.train(steps=9)
-        await lose_and_respawn(stage, committed=9)
-        come(stage, 1)
-        await considered(stage)
-        stage.prepare()
-        stage.commit(9, switch=True)
-        assert stage.order().generation == 2
-        stage.finish(10)
-    assert stage.ended == ("finished", "all steps are trained")
-
-
-@scene(**RESPAWNING)
-async def test_a_loading_worker_is_told_that_the_run_has_ended(stage: Stage) -> None:
-    async with watched(stage):
-        stage.train()
-        await lose_and_respawn(stage)
-        rank = stage.join(1)
-        stage.coordinator.end("interrupted", "enough")
-        await asyncio.sleep(1.0)
-        assert rank.count(Exit) == 1
 
 
 @scene(**{**RESPAWNING, "recovery": Recovery(policy="chameleon", salvage=False)})

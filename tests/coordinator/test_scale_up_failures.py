@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from concurrent.futures import Executor, Future
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
-from chameleon_ft.errors import ControlError
 from chameleon_ft.protocol.messages import (
-    Crashed,
-    Discard,
-    Hello,
     HostHello,
     PeerFailed,
     Prepare,
-    Quiesced,
     Ready,
-    Spawn,
     StartGeneration,
     Stop,
-    Switch,
     WorkerExited,
 )
 from tests.coordinator.newcomers import (
@@ -31,42 +22,10 @@ from tests.coordinator.newcomers import (
     considered,
     join_from_late_host,
     lose_and_respawn,
-    messages,
     until,
     watched,
 )
 from tests.coordinator.stage import Puppet, Stage, scene
-from tests.golden import refused
-
-
-class _Gone(Executor):
-    """Its process has been killed."""
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        raise BrokenProcessPool("a process was terminated abruptly")
-
-
-@scene(**RESPAWNING)
-async def test_a_newcomer_stays_a_spare_if_the_decision_fails(stage: Stage) -> None:
-    decisions: Any = stage.coordinator._commands.decisions
-    decisions._executor = _Gone()
-    async with watched(stage):
-        stage.train()
-        await lose_and_respawn(stage)
-        come(stage, 1)
-        await until(lambda: stage.events("decision_failed"))
-        await asyncio.sleep(100.0)
-        stage.commit(3)
-        assert messages(stage, "decision_failed") == [
-            "worker 1 stays a spare: the decision on it failed: BrokenProcessPool: a process was terminated abruptly"
-        ]
-        assert stage.ended is None
-        assert stage.ranks[0].count(Prepare) == 0
-        # It is there when the next one is lost.
-        stage.reap(0)
-        stage.quiesce(3, 4)
-        assert 1 in stage.order().members
-    assert [event["trigger"] for event in stage.events("decision")] == ["loss", "loss"]
 
 
 @scene(**RESPAWNING)
@@ -95,67 +54,6 @@ async def test_a_decision_on_newcomers_that_fails_after_a_loss_is_ignored(stage:
 
 
 @scene(**RESPAWNING)
-async def test_a_worker_that_dies_before_it_takes_part_changes_nothing(stage: Stage) -> None:
-    async with watched(stage):
-        stage.train()
-        await lose_and_respawn(stage)
-        stage.say(stage.host, WorkerExited(worker=1, incarnation=2, exit_code=1))  # before it has joined
-        await until(lambda: stage.host.last(Spawn).incarnations == (3,))
-        rank = stage.join(1)
-        stage.say(rank, Crashed(error="ConfigError: there is no such device"))
-        stage.commit(3)
-        assert messages(stage, "join_failed") == [
-            "worker 1 was lost before it took part: exit code 1",
-            "worker 1 was lost before it took part: ConfigError: there is no such device",
-        ]
-        assert stage.order().generation == 2
-    assert len(stage.failures) == 1
-    assert stage.ended is None
-
-
-@scene(**RESPAWNING)
-async def test_a_worker_that_keeps_dying_is_not_restarted(stage: Stage) -> None:
-    async with watched(stage):
-        stage.train()
-        await lose_and_respawn(stage)
-        times = [asyncio.get_running_loop().time()]
-        stage.say(stage.host, WorkerExited(worker=1, incarnation=2, exit_code=1))
-        await until(lambda: stage.host.last(Spawn).incarnations == (3,))
-        times.append(asyncio.get_running_loop().time())
-        assert times[1] - times[0] >= 8.0, "twice as long as the first time"
-        stage.say(stage.host, WorkerExited(worker=1, incarnation=3, exit_code=1))
-        assert messages(stage, "blocklisted") == [
-            "worker 1 was lost 3 times and is not taken again; see recovery.max_respawns"
-        ]
-        await asyncio.sleep(100.0)
-        assert stage.host.last(Spawn).incarnations == (3,)
-        with refused(ControlError):
-            stage.say(Puppet("again"), Hello(worker=1, host="h"))
-        stage.depart(stage.host)
-        late = Puppet("late host")
-        stage.say(late, HostHello(host="b", slots=1))
-        assert late.last(Spawn).workers == (4,)
-    assert [event["incarnation"] for event in stage.events("respawn")] == [2, 3]
-
-
-@scene(**RESPAWNING)
-async def test_the_end_of_an_earlier_incarnation_is_not_that_of_a_later_one(stage: Stage) -> None:
-    async with watched(stage):
-        stage.train()
-        before = stage.ranks[1]
-        await lose_and_respawn(stage)
-        rank = come(stage, 1)
-        stage.say(stage.host, WorkerExited(worker=1, incarnation=1, exit_code=-9))
-        stage.depart(before)
-        stage.say(before, PeerFailed(generation=2, peer=0, error="from the past"))
-        stage.say(before, Quiesced(generation=2, committed=9, reduced=False, last_vote=None, placed=0, layers=()))
-        assert not rank.dropped
-        assert stage.events("join_failed") == []
-        assert len(stage.failures) == 1
-        await considered(stage)
-
-
-@scene(**RESPAWNING)
 async def test_a_spare_that_is_lost_while_it_is_considered_is_not_stopped_for(stage: Stage) -> None:
     async with watched(stage):
         stage.train()
@@ -169,23 +67,6 @@ async def test_a_spare_that_is_lost_while_it_is_considered_is_not_stopped_for(st
     prepared = [message.order.members for message in stage.ranks[0].sent if isinstance(message, Prepare)]
     assert all(1 not in members for members in prepared)
     assert [failure.action for failure in stage.failures][1:] == ["it was a spare: nothing changes"]
-
-
-@scene(**RESPAWNING)
-async def test_a_newcomer_that_is_lost_while_its_generation_is_prepared(stage: Stage) -> None:
-    async with watched(stage):
-        stage.train()
-        await come_back(stage)
-        stage.prepare(0, 2, 3)
-        stage.say(stage.host, WorkerExited(worker=1, incarnation=2, exit_code=-9))
-        assert stage.ranks[0].last(Discard) == Discard(generation=3)
-        assert stage.ahead() is None
-        stage.commit(3)
-        assert (stage.order().generation, stage.order().members) == (2, (0, 2, 3))
-    assert stage.ranks[0].count(Switch) == 0
-    assert [event["trigger"] for event in stage.events("decision")] == ["loss"]
-    assert [event["generation"] for event in stage.events("plan")] == [1, 2], "it has never been in force"
-    assert stage.events("join") == []
 
 
 @scene(**RESPAWNING)

@@ -17,7 +17,7 @@ from chameleon_ft.cost.profile import AllReduceTime, Fingerprint, LayerTimes, Pr
 from chameleon_ft.errors import ProfileError
 from chameleon_ft.storage.profiles import costs_of_run, profile_of_run, read_profile, write_profile
 from chameleon_ft.workload import LayerCost
-from tests.golden import refused
+from tests.golden import message, refused
 
 SPREAD = Spread(2.0, 1.0, 4.0, 5)
 
@@ -52,19 +52,19 @@ def test_a_profile_is_read_as_it_was_written(written: Profile, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "message"),
+    ("before", "after"),
     [
-        ('"forward_s":', '"foward_s":', "layers.0.forward_s: is missing"),
-        ('"micro_batch_size": 2', '"micro_batch_size": "2"', "micro_batch_size: Input should be a valid integer"),
-        ('"micro_batch_size": 2', '"micro_batch_size": 2, "more": 1', "fingerprint.more: "),
-        ('"forward_s": 1.0', '"forward_s": -1.0', "forward_s of layer 'embedding' must be zero or a positive"),
-        ("chameleon-profile-1", "chameleon-profile-9", "format: Input should be 'chameleon-profile-1'"),
-        ('"bytes_per_s": 1000000000.0', '"bytes_per_s": 0.0', "bytes_per_s of a link must be positive"),
-        ('"min_s": 1.0', '"min_s": 3.0', "0 <= min_s <= median_s <= largest_s"),
-        ("{", "", "JSON"),
+        ('"forward_s":', '"foward_s":'),
+        ('"micro_batch_size": 2', '"micro_batch_size": "2"'),
+        ('"micro_batch_size": 2', '"micro_batch_size": 2, "more": 1'),
+        ('"forward_s": 1.0', '"forward_s": -1.0'),
+        ("chameleon-profile-1", "chameleon-profile-9"),
+        ('"bytes_per_s": 1000000000.0', '"bytes_per_s": 0.0'),
+        ('"min_s": 1.0', '"min_s": 3.0'),
+        ("{", ""),
     ],
 )
-def test_a_damaged_profile_is_refused_with_the_place(before: str, after: str, message: str, tmp_path: Path) -> None:
+def test_a_damaged_profile_is_refused_with_the_place(before: str, after: str, tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     write_profile(profile(), path)
     text = path.read_text()
@@ -73,7 +73,7 @@ def test_a_damaged_profile_is_refused_with_the_place(before: str, after: str, me
     with pytest.raises(ProfileError) as caught:
         read_profile(path)
     assert str(path) in str(caught.value)
-    assert message in str(caught.value)
+    message(str(caught.value))
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

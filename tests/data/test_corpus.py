@@ -170,10 +170,7 @@ def test_an_id_beyond_the_vocabulary_is_found_in_a_later_chunk(tmp_path: Path) -
     check_data(make_config(tmp_path / "ids.bin", vocab_size=701))
 
 
-@pytest.mark.parametrize(
-    "array",
-    [np.zeros((3, 4), dtype=np.uint16), np.zeros(9)],
-)
+@pytest.mark.parametrize("array", [np.zeros((3, 4), dtype=np.uint16), np.zeros(9)])
 def test_an_array_of_another_kind_is_refused(tmp_path: Path, array: Any) -> None:
     np.save(tmp_path / "ids.npy", array)
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from chameleon_ft.cluster import Cluster, Link, Worker
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.lab.oobleck import PipelineTemplate, oobleck_plan, pipeline_templates, reconfigured_pipelines
-from chameleon_ft.schedule import CostModel, InFlightLimit, default_limits
+from chameleon_ft.schedule import CostModel
 from chameleon_ft.workload import LayerCost, Workload
 from tests.examples import examples
 from tests.golden import refused
@@ -94,14 +94,6 @@ def test_templates_are_the_best_of_all_cuts(seed: int, fault_tolerance: int, rec
         )
 
 
-def test_the_estimate_of_equal_stages_is_that_of_equal_pipelines() -> None:
-    layer = LayerCost("layer", 1.0, 1.0, 1.0)
-    cluster = Cluster(tuple(Worker(number, "host") for number in range(4)), FREE, FREE)
-    template = pipeline_templates(CostModel(Workload((layer,) * 4, 16, 1), cluster))[4]
-    assert template == PipelineTemplate(cut_points=(1, 2, 3, 4), slowest=0, slowest_s=3.0, pass_s=12.0, tail_s=12.0)
-    assert template.iteration_s(16) == (16 + 4 - 1) * 3
-
-
 @settings(max_examples=examples(100), deadline=None)
 @given(seed=seeds, fault_tolerance=st.integers(0, 1), hosts=st.integers(1, 3), slow=st.booleans())
 def test_the_combination_is_the_best_of_all(seed: int, fault_tolerance: int, hosts: int, slow: bool) -> None:
@@ -151,38 +143,6 @@ def all_mixes(
     templates = pipeline_templates(costs, fault_tolerance=fault_tolerance, recompute=recompute)
     for mix in mixes(costs, list(templates), fault_tolerance + 1):
         yield [(templates[nodes], share) for nodes, share in mix]
-
-
-def test_fewer_pipelines_are_chosen_where_gradient_sync_is_expensive() -> None:
-    # Two pipelines of two stages take 17 s, and one of four 20 s.
-    layers = (LayerCost("layer", 0.5, 0.25, 0.25, gradient_bytes=10),) * 4
-    for bandwidth, pipelines in ((math.inf, 4), (1.0, 1)):
-        workers = tuple(Worker(number, f"host {number}") for number in range(4))
-        costs = CostModel(Workload(layers, 16, 1), Cluster(workers, FREE, Link(0.0, bandwidth)))
-        chosen = oobleck_plan(costs)
-        assert chosen is not None
-        assert len(pipelines_of(chosen)) == pipelines
-
-
-def test_it_recomputes_only_if_necessary_or_faster() -> None:
-    layers = (LayerCost("layer", 1.0, 1.0, 1.0, param_bytes=4, activation_bytes=10, output_bytes=1),) * 4
-    for capacity, recomputes in ((200, False), (45, True)):
-        workers = tuple(Worker(number, "host", memory_bytes=capacity) for number in range(2))
-        chosen = oobleck_plan(CostModel(Workload(layers, 8, 1), Cluster(workers, FREE, FREE)))
-        assert chosen is not None
-        assert bool(chosen.found.plan.recompute) is recomputes
-
-
-@settings(max_examples=examples(40), deadline=None)
-@given(seed=seeds)
-def test_fused_programs_keep_no_more_than_one_f_one_b(seed: int) -> None:
-    costs = small(seed, workers=8, layers=6, micro_batches=20)
-    chosen = oobleck_plan(costs)
-    if chosen is not None:
-        plan = chosen.found.plan
-        assert not plan.split_backward
-        for worker, limit in default_limits(plan).items():
-            assert chosen.found.in_flight_limits[worker] == InFlightLimit(limit.in_flight, limit.in_flight)
 
 
 @pytest.mark.parametrize(

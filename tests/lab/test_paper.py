@@ -13,8 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chameleon_ft.cluster import Cluster, Link, Worker
-from chameleon_ft.cost.derive import derive_workload
-from chameleon_ft.cost.presets import device, model_shape
 from chameleon_ft.cost.step import estimate_step
 from chameleon_ft.lab.paper import paper_plan, pipeline_step_s
 from chameleon_ft.lab.planned_layouts import BaselinePlan
@@ -26,8 +24,6 @@ from tests.lab.one_f_one_b import fits
 from tests.search.instances import instance
 
 FREE = Link(0.0, math.inf)
-# Two that take long, and three that do not.
-LAYERS = tuple(enumerate([1.0, 1.0, 0.1, 0.1, 0.1]))
 seeds = st.integers(0, 2**32 - 1)
 
 
@@ -140,20 +136,6 @@ def test_it_chooses_as_exhaustive_search_does(seed: int) -> None:
     assert max(time_s(*each) for each in mix) == pytest.approx(min_s, rel=1e-9)
 
 
-@settings(max_examples=examples(60), deadline=None)
-@given(seed=seeds, split=st.booleans())
-def test_shares_and_stages_are_no_smaller_than_those_of_equal_division(seed: int, split: bool) -> None:
-    costs = small(seed, workers=9, layers=6, micro_batches=20)
-    chosen = paper_plan(costs, split_backward=split)
-    if chosen is None:
-        return
-    placement, workers = chosen.found.plan.placement, len(costs.cluster.workers)
-    for own, share in pipelines_of(chosen).items():
-        assert share >= costs.workload.micro_batches * len(own) // workers
-        sizes = [len(each) for worker in own for each in placement.ranges_of(worker)]
-        assert min(sizes) >= len(costs.workload.layers) // len(own)
-
-
 @settings(max_examples=examples(40), deadline=None)
 @given(seed=seeds, kinds=st.integers(2, 3))
 def test_the_predicted_step_is_not_below_the_bound(seed: int, kinds: int) -> None:
@@ -166,14 +148,6 @@ def test_the_predicted_step_is_not_below_the_bound(seed: int, kinds: int) -> Non
     assert chosen.found.step_s >= bound_s * (1 - 1e-9)
 
 
-def test_a_remainder_may_go_to_one_stage() -> None:
-    layers = tuple(LayerCost(f"layer {number}", seconds, seconds, 0.0, param_bytes=4) for number, seconds in LAYERS)
-    workers = tuple(Worker(number, "host", memory_bytes=12) for number in range(3))
-    chosen = paper_plan(CostModel(Workload(layers, 9, 1), Cluster(workers, FREE, FREE)))
-    assert chosen is not None
-    assert [hop.layers.stop for hop in chosen.found.plan.routes[0].hops] == [1, 2, 5]
-
-
 @pytest.mark.parametrize(("capacity", "found"), [(24, False), (25, True)])
 def test_the_reported_memory_decides_too(capacity: int, found: bool) -> None:
     # It counts two micro-batches in flight at the first of two stages, even if there is only one to do.
@@ -181,18 +155,3 @@ def test_the_reported_memory_decides_too(capacity: int, found: bool) -> None:
     workers = tuple(Worker(number, "host", memory_bytes=capacity) for number in range(2))
     chosen = paper_plan(CostModel(Workload((layer, layer), 1, 1), Cluster(workers, FREE, FREE)))
     assert (chosen is not None) is found
-
-
-def test_a_preset_keeps_its_estimate_where_nothing_else_costs_time() -> None:
-    rates = device("h100-80g")
-    workload = derive_workload(model_shape("llama2-7b"), rates, micro_batch_size=1, micro_batches=64)
-    costs = CostModel(workload, Cluster(rates.cluster(16).workers, FREE, FREE))
-    chosen = paper_plan(costs)
-    assert chosen is not None
-    assert chosen.found.name == "paper"
-    assert len(chosen.found.plan.workers) == 16
-    assert chosen.found.step_s <= chosen.estimate_s * (1 + 1e-9)
-    assert chosen.found.moved_bytes > 0
-    again = paper_plan(costs, current=chosen.found.plan.placement)
-    assert again is not None
-    assert again.found.moved_bytes == 0

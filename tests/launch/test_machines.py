@@ -17,14 +17,7 @@ def test_there_are_as_many_as_the_workers_need(nodes: int | None, workers: int, 
     assert Machines.for_run(CONFIG, nodes=nodes, workers_per_node=workers) == Machines(expected, workers)
 
 
-@pytest.mark.parametrize(
-    ("nodes", "workers"),
-    [
-        (2, 4),
-        (0, 4),
-        (None, 0),
-    ],
-)
+@pytest.mark.parametrize(("nodes", "workers"), [(2, 4), (0, 4), (None, 0)])
 def test_too_few_are_refused(nodes: int | None, workers: int) -> None:
     with refused(ConfigError):
         Machines.for_run(CONFIG, nodes=nodes, workers_per_node=workers)

@@ -16,13 +16,7 @@ from tests.golden import refused
 from tests.models.test_checks import CPU, job
 
 
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        torch.optim.LBFGS,
-        lambda ps: torch.optim.SparseAdam(list(ps)),
-    ],
-)
+@pytest.mark.parametrize("optimizer", [torch.optim.LBFGS, lambda ps: torch.optim.SparseAdam(list(ps))])
 def test_an_optimizer_that_cannot_make_an_update_is_refused(optimizer: Any) -> None:
     with refused(ConfigError):
         check_optimizer(job(optimizer=optimizer), device=CPU)

@@ -352,10 +352,7 @@ def test_outputs_may_differ_in_their_last_bit(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(
     ("run", "name"),
-    [
-        (lambda layer, x: x * random.random(), "random"),
-        (lambda layer, x: x * float(np.random.rand()), "numpy.random"),
-    ],
+    [(lambda layer, x: x * random.random(), "random"), (lambda layer, x: x * float(np.random.rand()), "numpy.random")],
 )
 def test_a_layer_that_draws_from_another_generator_is_refused(run: Callable[[Runs, Tensor], Tensor], name: str) -> None:
     with refused(ConfigError):

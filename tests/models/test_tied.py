@@ -42,13 +42,7 @@ def test_gradients_of_a_tied_parameter_are_counted_once() -> None:
     assert tied_bytes(LLAMA) == {}
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        ("weight", "2.weight"),
-        ("weight", "1.bias"),
-    ],
-)
+@pytest.mark.parametrize("names", [("weight", "2.weight"), ("weight", "1.bias")])
 def test_parameters_that_cannot_be_tied_are_refused(names: tuple[str, str]) -> None:
     with refused(ConfigError):
         tied_bytes(tied_job(*names))

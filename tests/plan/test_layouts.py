@@ -73,14 +73,7 @@ def test_pipelines_lie_side_by_side(shape: object, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {"dp": 0},
-        {"pp": 3},
-        {"micro_batches": 5},
-        {"workers": [0, 1, 2]},
-        {"workers": [0, 1, 2, 2]},
-    ],
+    "changes", [{"dp": 0}, {"pp": 3}, {"micro_batches": 5}, {"workers": [0, 1, 2]}, {"workers": [0, 1, 2, 2]}]
 )
 def test_a_layout_that_does_not_fit_is_refused(changes: dict[str, object]) -> None:
     arguments: dict[str, object] = {"layer_costs": [1.0, 1.0], "dp": 2, "pp": 2, "micro_batches": 4}
@@ -103,13 +96,7 @@ def test_pipelines_of_any_depths_make_a_plan() -> None:
 
 @pytest.mark.parametrize(
     ("cut_points", "workers", "micro_batches"),
-    [
-        ((2, 5), (0,), 1),
-        ((), (), 1),
-        ((0, 5), (0, 1), 1),
-        ((5, 5), (0, 1), 1),
-        ((5,), (0,), 0),
-    ],
+    [((2, 5), (0,), 1), ((), (), 1), ((0, 5), (0, 1), 1), ((5, 5), (0, 1), 1), ((5,), (0,), 0)],
 )
 def test_a_pipeline_is_checked(cut_points: tuple[int, ...], workers: tuple[int, ...], micro_batches: int) -> None:
     with refused(PlanError):

@@ -24,15 +24,7 @@ def route(micro_batch: int, *hops: tuple[int, int, int]) -> Route:
     return Route(micro_batch, tuple(Hop(worker, LayerRange(start, stop)) for worker, start, stop in hops))
 
 
-@pytest.mark.parametrize(
-    "hops",
-    [
-        (),
-        ((0, 1, 3),),
-        ((0, 0, 1), (1, 2, 3)),
-        ((0, 0, 2), (1, 1, 3)),
-    ],
-)
+@pytest.mark.parametrize("hops", [(), ((0, 1, 3),), ((0, 0, 1), (1, 2, 3)), ((0, 0, 2), (1, 1, 3))])
 def test_a_route_covers_its_layers_once_and_in_order(hops: tuple[tuple[int, int, int], ...]) -> None:
     with refused(PlanError):
         route(4, *hops)

@@ -189,14 +189,7 @@ def test_updated_parameters_stay_on_a_host_that_has_an_owner_and_come_from_few_w
     assert len(pairs) == 8 * 3
 
 
-@pytest.mark.parametrize(
-    "slices",
-    [
-        (Slice(0, 5, (0,)),),
-        (Slice(5, UNITS, (0,)),),
-        (Slice(0, UNITS, (2,)),),
-    ],
-)
+@pytest.mark.parametrize("slices", [(Slice(0, 5, (0,)),), (Slice(5, UNITS, (0,)),), (Slice(0, UNITS, (2,)),)])
 def test_slices_cover_a_layer_and_belong_to_its_holders(slices: tuple[Slice, ...]) -> None:
     with refused(PlanError):
         LayerShards((0, 1), slices)

@@ -29,14 +29,7 @@ def change(
     migration: Migration | None = None,
 ) -> None:
     account.change(
-        Change(
-            cause="lost",
-            stall_s=stall_s,
-            step_s=step_s,
-            checkpoint_every_s=every_s,
-            write_s=write_s,
-            saved=saved,
-        ),
+        Change(cause="lost", stall_s=stall_s, step_s=step_s, checkpoint_every_s=every_s, write_s=write_s, saved=saved),
         finish_step=finish_step,
         migration=migration,
     )

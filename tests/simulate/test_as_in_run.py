@@ -31,12 +31,7 @@ WINDOW_S = 200.0
 
 
 def replayed(
-    policy: str,
-    *faults: Fault,
-    pipelines: int = 2,
-    pp: int = 1,
-    parameters: Parameters = ASSUMED,
-    per_host: int = 1,
+    policy: str, *faults: Fault, pipelines: int = 2, pp: int = 1, parameters: Parameters = ASSUMED, per_host: int = 1
 ) -> PolicyResult:
     plan = data_pipeline_plan(layer_costs=[1.0] * 6, dp=pipelines, pp=pp, micro_batches=24)
     workers = pipelines * pp
@@ -120,10 +115,7 @@ def test_returns_are_decided_while_training_continues() -> None:
 
 def test_a_worker_lost_again_before_the_decision_changes_nothing() -> None:
     result = replayed(
-        "repartition",
-        Fault((1,), 100.0, 150.0),
-        Fault((1,), 151.0),
-        parameters=replace(ASSUMED, weigh_s=3.0),
+        "repartition", Fault((1,), 100.0, 150.0), Fault((1,), 151.0), parameters=replace(ASSUMED, weigh_s=3.0)
     )
     assert [each.cause for each in result.decisions] == ["lost"]
 

@@ -286,15 +286,7 @@ class TestMembership:
 
 
 class TestWhichFormat:
-    @pytest.mark.parametrize(
-        "text",
-        [
-            "",
-            " \n",
-            "hello\nworld",
-            "time,action,node\n0,add,a",
-        ],
-    )
+    @pytest.mark.parametrize("text", ["", " \n", "hello\nworld", "time,action,node\n0,add,a"])
     def test_text_that_is_no_trace(self, text: str) -> None:
         with refused(ConfigError):
             parse_trace(text, source="log.txt")

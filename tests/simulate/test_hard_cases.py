@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chameleon_ft.cost.derive import derive_workload
-from chameleon_ft.cost.presets import Recompute, device, model_shape
-from chameleon_ft.recovery import DecisionContext, FailureModel
+from chameleon_ft.cost.presets import device, model_shape
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.search import find_plan
 from chameleon_ft.simulate.accounting.results import Results
 from chameleon_ft.simulate.by_class.pipeline_classes import PipelineClass, Pipelines, limit_levels
 from chameleon_ft.simulate.by_class.world import world_of
 from chameleon_ft.simulate.parameters import Parameters
-from chameleon_ft.simulate.planners import exact_planner
-from chameleon_ft.simulate.planners.exact_planner import Decisions
 from chameleon_ft.simulate.run import simulate
 from chameleon_ft.simulate.traces.trace import Fault, Trace
 from tests.examples import examples
-from tests.recovery.contexts import after, context, rate_of
 from tests.simulate.clusters import cluster, workload
 
 BY_CLASS = Parameters(exact_up_to=0)
@@ -139,27 +133,6 @@ def test_a_layout_that_nearly_fills_the_memory_is_as_fast_as_the_plan_that_is_fo
     assert min(step_s for step_s in steps_s if step_s is not None) == pytest.approx(best.step_s, rel=0.01)
 
 
-def test_large_shares_are_not_scheduled() -> None:
-    pipelines = Pipelines(CostModel(workload(), cluster(4, memory_bytes=None)), split_backward=False)
-    own = PipelineClass(pipelines.even_cut(4))
-    one, two = pipelines.run(own, 10_000), pipelines.run(own, 20_000)
-    assert one is not None
-    assert two is not None
-    assert two.program_s == pytest.approx(2 * one.program_s, rel=0.01)
-    assert max(share for _, share, _ in pipelines._scheduled) <= 64
-
-
-def test_the_roomiest_cut_needs_least_memory() -> None:
-    pipelines = Pipelines(of_preset("llama2-13b", 8), split_backward=False)
-    *timed, roomy = pipelines.cuts(5)
-
-    def needed(cut_points: tuple[int, ...]) -> int:
-        own = PipelineClass(replace(roomy, cut_points=cut_points, recompute=Recompute.FULL))
-        return pipelines._min_bytes(own, 100)
-
-    assert all(needed(roomy.cut_points) <= needed(cut.cut_points) for cut in timed)
-
-
 @pytest.mark.parametrize("exact_up_to", [0, 32])
 def test_a_job_begins_when_the_first_workers_are_live(exact_up_to: int) -> None:
     down = [Fault(tuple(range(4)), 0.0, 1_000.0)]
@@ -183,17 +156,3 @@ def test_a_job_waits_for_workers_and_resumes_as_soon_as_the_model_fits(exact_up_
     result = simulate(trace, workload(), own, ["chameleon"], parameters=parameters).policies["chameleon"]
     assert result.down_s == 3_000.0
     assert result.timeline[-1].samples_per_s > 0
-
-
-def test_few_decisions_are_cached(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exact_planner, "_MAX_CACHED", 3)
-    remembered = Decisions()
-    before = context(dp=3, pp=2)
-
-    def decided(now: DecisionContext, rate: FailureModel) -> None:
-        remembered.decide(now, "drop-replica", rate)
-        remembered.classes(replace(now, plan=before.plan, costs=before.costs))
-
-    for lost in range(6):
-        decided(after(before, lost), rate_of(1e5, before))
-    assert len(remembered._decisions) == 3

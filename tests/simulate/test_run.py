@@ -196,27 +196,6 @@ def test_restart_writes_checkpoints_as_often_as_is_best() -> None:
     assert result.checkpoint_s == pytest.approx(50_000.0 // cycle_s * BY_CLASS.checkpoint_write_s)
 
 
-def agreement(seed: int, policy: str) -> tuple[float, float]:
-    """Samples by class over those of `recovery.decide`, and the mean distance of the steps of the same decisions."""
-    trace = random_trace(seed, workers=8, faults=5)
-    by_class, exact = (
-        simulated(trace, policy, parameters=parameters).policies[policy] for parameters in (BY_CLASS, EXACT)
-    )
-    known = {each.time_s: each.predicted_step_s for each in exact.decisions}
-    pairs = [(each.predicted_step_s, known[each.time_s]) for each in by_class.decisions if each.time_s in known]
-    apart = math.fsum(abs(one / other - 1) for one, other in pairs) / max(1, len(pairs))
-    return by_class.samples / exact.samples, apart
-
-
-@pytest.mark.parametrize(
-    "policy", ["chameleon", "reroute", "repartition", "drop-replica", "repair", "oobleck", "paper"]
-)
-def test_exact_and_class_planners_nearly_agree(policy: str) -> None:
-    found = [agreement(seed, policy) for seed in range(2)]
-    assert max(abs(samples - 1) for samples, _ in found) < 0.05
-    assert sum(apart for _, apart in found) / len(found) < 0.05
-
-
 @pytest.mark.parametrize("policy", ["drop-replica", "recycle"])
 def test_exact_policies_of_fixed_depth_have_the_best_of_several_starts(policy: str) -> None:
     trace = random_trace(1, workers=8, faults=4)

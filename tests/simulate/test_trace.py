@@ -180,13 +180,7 @@ def test_events_that_cannot_follow_one_another(events: list[Event]) -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [
-        {"workers": 0},
-        {"duration_s": 0},
-        {"duration_s": math.nan},
-        {"workers_per_host": 3},
-        {"workers_per_host": 0},
-    ],
+    [{"workers": 0}, {"duration_s": 0}, {"duration_s": math.nan}, {"workers_per_host": 3}, {"workers_per_host": 0}],
 )
 def test_a_trace_of_nothing(arguments: dict[str, Any]) -> None:
     with refused(ConfigError):
@@ -215,14 +209,7 @@ def test_an_event_that_cannot_be(arguments: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [
-        {"start_s": -1},
-        {"end_s": 1},
-        {"end_s": math.nan},
-        {"speed": 1},
-        {"workers": ()},
-    ],
+    "arguments", [{"start_s": -1}, {"end_s": 1}, {"end_s": math.nan}, {"speed": 1}, {"workers": ()}]
 )
 def test_a_fault_that_cannot_be(arguments: dict[str, Any]) -> None:
     with refused(ConfigError):

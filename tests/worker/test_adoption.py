@@ -13,7 +13,6 @@ from chameleon_ft.config import Batch, Parallel, Recovery
 from chameleon_ft.storage.files import RunDirectory
 from tests.configs import unhurried, write_config
 from tests.harness import Command, Ended, assert_as_the_plain_loop, every_process_ends, small_config
-from tests.proxy import Proxy
 
 pytestmark = pytest.mark.multiprocess
 
@@ -104,25 +103,3 @@ def test_the_launcher_replaces_a_killed_agent(tmp_path: Path, last: signal.Signa
             training.signal(last)
             assert training.wait() == (130 if last == signal.SIGINT else -last), training.printed
     assert_one_loss(Ended(130 if last == signal.SIGINT else -last, run))
-
-
-def test_an_agent_whose_connection_is_cut_keeps_its_ranks(tmp_path: Path) -> None:
-    run = RunDirectory(tmp_path / "run")
-    with Command("coordinator", endless(tmp_path, steps=60), "--output-dir", run.path) as coordinator:
-        coordinator.read_until("waiting for 2 workers")
-        control = run.read_control()
-        with Proxy(control.address) as proxy:
-            to = ("--coordinator", proxy.address, "--workers", "2")
-            with Command("agent", *to, environ={"CHAMELEON_TOKEN": control.token}) as agent:
-                coordinator.read_until(STEP.format(3))
-                with every_process_ends(agent.session()):
-                    proxy.cut(1)  # the first one was only to see whether a coordinator answers
-                    coordinator.read_until("host_lost: .* workers 0, 1 keep running")
-                    coordinator.read_until("host_joined: .* adopts workers 0, 1")
-                    assert coordinator.wait() == 0, coordinator.printed
-                    assert agent.wait() == 0, agent.printed
-                assert "the agent ends: all steps are trained" in agent.printed
-    ended = Ended(0, run)
-    assert ended.failures == []
-    assert {step.generation for step in run.steps()} == {1}, "no worker stops for it"
-    assert ended.steps == list(range(60))

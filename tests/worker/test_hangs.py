@@ -137,13 +137,6 @@ def test_who_holds_the_lock_of_the_interpreter_for_longer_than_a_heartbeat_is_no
     assert not ended.failures
 
 
-def test_a_first_step_may_take_longer_than_all_that_follow(tmp_path: Path) -> None:
-    # Longer than the watchdog waits, and longer than other workers wait for messages.
-    ended = train(tmp_path, "forward", "hold_the_lock(8)", after=1)
-    assert_trained_as_if_nothing_failed(ended)
-    assert not ended.failures
-
-
 # --- hung ------------------------------------------------------------------------------------------------------------
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -39,33 +38,10 @@ def interrupt() -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_an_interrupt_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
-    ended = train_here(small_config(tmp_path, steps=200), tmp_path / "run", view=ScriptedView(at_step={3: interrupt}))
-    assert ended.code == 130
-    assert ended.summary["status"] == "interrupted"
-    done = len(ended.steps)
-    assert complete_checkpoints(ended.run.checkpoints) == [done]
-    resumed = resume_here(ended, steps=done + 3)
-    assert resumed.code == 0
-    assert_trained_as_if_nothing_failed(replace(resumed))
-
-
 def test_an_interrupt_in_an_outage_ends_the_run_after_it(tmp_path: Path) -> None:
     config = small_config(tmp_path, steps=200, failures=(fails(3, step=4),))
     view = ScriptedView(at_failure=interrupt)
     ended = train_here(config, tmp_path / "run", view=view)
     assert (ended.code, ended.lost) == (130, {3})
     assert complete_checkpoints(ended.run.checkpoints) == [len(ended.steps)]
-    assert_as_the_plain_loop(ended)
-
-
-def test_two_interrupts_end_the_run_at_once(tmp_path: Path) -> None:
-    def twice() -> None:
-        interrupt()
-        interrupt()
-
-    ended = train_here(small_config(tmp_path, steps=200), tmp_path / "run", view=ScriptedView(at_step={3: twice}))
-    assert ended.code == 130
-    assert ended.summary["reason"] == "interrupted by the user"
-    assert len(ended.steps) < 200
     assert_as_the_plain_loop(ended)

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from chameleon_ft.config import Batch, Health, Parallel, RunConfig
+from chameleon_ft.config import Batch, Parallel, RunConfig
 from chameleon_ft.data import SampleOrder
-from chameleon_ft.errors import ConfigError
 from chameleon_ft.storage.checkpoints import complete_checkpoints
 from tests.harness import PATIENT, Ended, assert_trained_as_if_nothing_failed, resume_here, train_here
 from tests.worker.failures import the_failure
@@ -108,14 +107,6 @@ def test_an_error_that_every_worker_meets_ends_the_run(tmp_path: Path) -> None:
     assert "raise ValueError('a bug of mine')" in Path(log).read_text()
 
 
-def test_an_error_in_the_first_step_ends_the_run(tmp_path: Path) -> None:
-    trap = "if calls > 2: raise ValueError('the third time')"  # the first two times are before training
-    config = broken_job(tmp_path, trap=trap).model_copy(update={"batch": Batch(micro_batches=8, micro_batch_size=2)})
-    ended = train_here(config, tmp_path / "run")
-    assert (ended.code, ended.steps) == (1, [])
-    assert "failed in step 0: ValueError: the third time" in ended.summary["reason"]
-
-
 def test_workers_that_read_other_samples_than_were_examined_train_nothing(tmp_path: Path) -> None:
     config = broken_job(tmp_path)
     path = Path(config.job)
@@ -150,12 +141,6 @@ def test_without_another_holder_an_error_ends_the_run_and_loses_no_worker(tmp_pa
     assert resume_here(ended).code == 0, "the call is counted anew"
 
 
-def test_a_layer_that_cannot_be_run_at_all_is_named_before_a_worker_starts(tmp_path: Path) -> None:
-    config = broken_job(tmp_path, trap="if calls: raise ValueError('always')")
-    with pytest.raises(ConfigError, match=r"layer 0 \(Trap\) cannot be run on .* \(ValueError: always\)"):
-        train_here(config, tmp_path / "run")
-
-
 def test_an_error_of_one_worker_is_its_loss(tmp_path: Path) -> None:
     flag = tmp_path / "taken"
     trap = (
@@ -167,15 +152,6 @@ def test_an_error_of_one_worker_is_its_loss(tmp_path: Path) -> None:
     failure = the_failure(ended)
     assert failure.cause.startswith(f"ValueError: cosmic ray, at {tmp_path}/broken.py:")
     assert failure.noticed_by == "self"
-
-
-def test_a_loss_that_is_no_number_ends_the_run_if_so_configured(tmp_path: Path) -> None:
-    config = broken_job(tmp_path, optimizer="partial(torch.optim.SGD, lr=1e18)")
-    stopping = config.model_copy(update={"health": Health(detect_slow=False, on_bad_step="stop")})
-    ended = train_here(stopping, tmp_path / "run")
-    assert ended.code == 1
-    assert "also when it was computed again, first in the forward of micro-batch" in ended.summary["reason"]
-    assert complete_checkpoints(ended.run.checkpoints)
 
 
 def test_a_sample_that_two_workers_read_differently_ends_the_run(tmp_path: Path) -> None:

@@ -98,14 +98,6 @@ def test_without_redundancy_a_loss_returns_to_a_checkpoint(tmp_path: Path) -> No
     assert_as_the_plain_loop(ended)
 
 
-def test_without_redundancy_and_checkpoints_a_loss_ends_the_run(tmp_path: Path) -> None:
-    config = small_config(tmp_path, parallel=sharing(1), failures=(fails(3, step=4),))
-    ended = train_here(config, tmp_path / "run")
-    assert ended.code == 1
-    assert "no live worker has all of the optimizer's state of layers 2-3" in ended.summary["reason"]
-    assert "raise parallel.optimizer_redundancy" in ended.summary["reason"]
-
-
 def test_a_run_resumes_in_bf16_with_other_owners(tmp_path: Path) -> None:
     def resumed(name: str, first: Parallel, other: Parallel) -> list[torch.Tensor]:
         directory = tmp_path / name

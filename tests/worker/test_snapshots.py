@@ -49,12 +49,6 @@ def test_nothing_need_be_configured_for_that(tmp_path: Path) -> None:
     assert not ended.events("snapshots_off")
 
 
-def test_they_are_killed_before_the_first_snapshot(tmp_path: Path) -> None:
-    ended = train(tmp_path, dp=1, pp=2, failures=(fails(1, step=1, phase="optimizer"),))
-    assert ended.failures[-1].resume_step == 0
-    assert_back_by(ended, 2)
-
-
 def test_parity_brings_back_what_was_lost_while_a_snapshot_was_under_way(tmp_path: Path) -> None:
     snapshots = Snapshots(every=3, mode="parity", group=3)
     ended = train(tmp_path, dp=1, pp=4, snapshots=snapshots, failures=(fails(2, step=6, phase="snapshot"),))

@@ -30,10 +30,3 @@ def test_a_process_that_fails_before_it_connects_is_replaced(tmp_path: Path, how
     cause = "SIGKILL" if how == "dies" else "hung: its process has not connected within 10 s"
     assert lost["cause"] == cause
     assert [event["incarnation"] for event in ended.events("respawn")] == [2]
-
-
-def test_without_a_restart_the_run_says_so_at_once(tmp_path: Path) -> None:
-    with mock.patch.object(processes, "RANK", f"{failing_ranks.__name__}:dies"):
-        ended = train_here(small_config(tmp_path), tmp_path / "run")
-    assert ended.code == 1
-    assert ended.summary["reason"] == f"worker 2 ended before the run began: SIGKILL; see {ended.run.logs}"
