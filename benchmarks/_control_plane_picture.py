@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from matplotlib.figure import Figure
 
-from chameleon_ft.simulate.pictures.figures import LINE, PALE, TEXT
+from chameleon_ft.simulate.figures import LINE, PALE, TEXT
 
 if TYPE_CHECKING:
     from benchmarks.control_plane import Measured

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from benchmarks._trust_replay import Replayed
-from chameleon_ft.simulate.pictures.figures import LINE, PALE, TEXT, ink_of
+from chameleon_ft.simulate.figures import LINE, PALE, TEXT, ink_of
 
 _BAND: Final = 0.03
 

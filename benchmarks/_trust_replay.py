@@ -13,8 +13,9 @@ from typing import Any, Final, get_args
 from benchmarks._policies_observed import Observed
 from benchmarks._policies_scenarios import SCENARIOS
 from chameleon_ft.config import PolicyName
-from chameleon_ft.simulate import Parameters, PolicyResult, simulate
+from chameleon_ft.simulate import Parameters, simulate
 from chameleon_ft.simulate.recorded import Change, RecordedRun, measured_parameters, recorded_run, trace_of_changes
+from chameleon_ft.simulate.results import PolicyResult
 from chameleon_ft.storage.files import RunDirectory
 
 _EVERY_STEP: Final = 1e-6  # seconds between checkpoints: repeated work counts as trained, see `Clock`

@@ -33,10 +33,11 @@ from chameleon_ft.lab.planned_layouts import equal_layouts
 from chameleon_ft.plan import Plan
 from chameleon_ft.schedule import CostModel, InFlightLimit, default_limits
 from chameleon_ft.search import find_plan
-from chameleon_ft.simulate import Fault, Trace
-from chameleon_ft.simulate.accounting.results import PolicyResult
+from chameleon_ft.simulate import Trace
 from chameleon_ft.simulate.parameters import Parameters
+from chameleon_ft.simulate.results import PolicyResult
 from chameleon_ft.simulate.run import simulate
+from chameleon_ft.simulate.traces.trace import Fault
 
 _ROOT: Final = Path(__file__).resolve().parent.parent
 _MODEL, _DEVICE = "llama2-7b", "h100-80g"

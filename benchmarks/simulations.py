@@ -27,8 +27,8 @@ from chameleon_ft.cost.transition import state_bytes
 from chameleon_ft.errors import PlanError
 from chameleon_ft.simulate import MODELS as GENERATORS
 from chameleon_ft.simulate import Trace, generate_trace, load_trace, load_trace_for
-from chameleon_ft.simulate.accounting.results import Results
 from chameleon_ft.simulate.parameters import Parameters
+from chameleon_ft.simulate.results import Results
 from chameleon_ft.simulate.run import SIMULATED_POLICIES, simulate
 from chameleon_ft.workload import Workload
 

@@ -168,4 +168,4 @@ class StoreError(ChameleonError, OSError):
 def describe_invalid(error: ValidationError) -> str:
     """Return the place and the message of the first error in validated JSON."""
     first = error.errors(include_url=False)[0]
-    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    return ": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"])))

@@ -20,8 +20,8 @@ from chameleon_ft.cost.presets import device, model_shape
 from chameleon_ft.cost.profile import derived_profile
 from chameleon_ft.session.simulation import SimulateCase, SimulateRequest, simulate_case
 from chameleon_ft.simulate import Trace, load_trace
-from chameleon_ft.simulate.accounting.results import Results
 from chameleon_ft.simulate.by_class.world import plans_found, world_of
+from chameleon_ft.simulate.results import Results
 from chameleon_ft.simulate.run import SIMULATED_POLICIES
 from chameleon_ft.simulate.run import simulate as run_simulation
 from chameleon_ft.storage.profiles import read_profile, write_profile

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chameleon_ft.simulate.accounting.account import Account, Change, Migration
+from chameleon_ft.simulate.account import Account, Change, Migration
 
 
 def begun(step_s: float = 2.0, *, every_s: float = 1e6, write_s: float = 0.0) -> Account:

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from chameleon_ft.plan import data_pipeline_plan
-from chameleon_ft.simulate.accounting.results import PolicyResult
 from chameleon_ft.simulate.parameters import Parameters
+from chameleon_ft.simulate.results import PolicyResult
 from chameleon_ft.simulate.run import simulate
 from chameleon_ft.simulate.traces.trace import Fault, Trace
 from tests.simulate.clusters import cluster, workload

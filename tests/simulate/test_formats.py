@@ -13,8 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.simulate.traces.formats import load_trace, load_trace_for, parse_trace, save_trace, trace_to_jsonl
-from chameleon_ft.simulate.traces.formats.infinitehbd import RESOLUTION_S
+from chameleon_ft.simulate.traces.formats import (
+    RESOLUTION_S,
+    load_trace,
+    load_trace_for,
+    parse_trace,
+    save_trace,
+    trace_to_jsonl,
+)
 from chameleon_ft.simulate.traces.trace import Trace
 from tests.golden import refused
 from tests.simulate.live import live_at

@@ -10,10 +10,10 @@ from chameleon_ft.cost.derive import derive_workload
 from chameleon_ft.cost.presets import device, model_shape
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.search import find_plan
-from chameleon_ft.simulate.accounting.results import Results
 from chameleon_ft.simulate.by_class.pipeline_classes import PipelineClass, Pipelines, limit_levels
 from chameleon_ft.simulate.by_class.world import world_of
 from chameleon_ft.simulate.parameters import Parameters
+from chameleon_ft.simulate.results import Results
 from chameleon_ft.simulate.run import simulate
 from chameleon_ft.simulate.traces.trace import Fault, Trace
 from tests.examples import examples

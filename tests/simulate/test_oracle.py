@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.simulate.accounting.account import KnownRates, live_of
+from chameleon_ft.simulate.account import KnownRates, live_of
 from tests.golden import refused
 
 WORKERS = st.lists(st.sampled_from([0.5, 0.8, 1.0]), min_size=1, max_size=5)

@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.simulate.accounting.results import Results, Throughput
+from chameleon_ft.simulate.figures import binned, live_workers, losses_s, missing
 from chameleon_ft.simulate.pictures import draw_results, draw_sweep
-from chameleon_ft.simulate.pictures.figures import binned, live_workers, losses_s, missing
+from chameleon_ft.simulate.results import Results, Throughput
 from chameleon_ft.simulate.run import Point, Scene, Sweep, simulate, sweep
 from chameleon_ft.simulate.traces.trace import Event, Trace
 from tests.golden import refused
@@ -74,7 +74,7 @@ def assert_readable(figure: Figure) -> None:
 
 
 def test_the_results_are_readable(results: Results, scene: Scene) -> None:
-    from chameleon_ft.simulate.pictures.figures import figure_of_results
+    from chameleon_ft.simulate.figures import figure_of_results
 
     assert_readable(figure_of_results("a title of some length, 40 workers", results, scene.trace))
     alone = replace(results, policies={"oracle": results.policies["oracle"]})
@@ -82,7 +82,7 @@ def test_the_results_are_readable(results: Results, scene: Scene) -> None:
 
 
 def test_live_workers_are_seen_where_none_is_lost(scene: Scene) -> None:
-    from chameleon_ft.simulate.pictures.figures import figure_of_results
+    from chameleon_ft.simulate.figures import figure_of_results
 
     quiet = Trace(WORKERS, 86_400.0, (), workers_per_host=4)
     found = simulate(quiet, scene.workload, scene.cluster, ("chameleon", "oracle"))
@@ -100,7 +100,7 @@ def test_live_workers_are_seen_where_none_is_lost(scene: Scene) -> None:
     [("rate", [0.1, 30], POLICIES), ("workers", [36, 40], ("chameleon", "restart", "oracle"))],
 )
 def test_a_sweep_is_readable(scene: Scene, name: str, values: list[float], policies: tuple[str, ...]) -> None:
-    from chameleon_ft.simulate.pictures.figures import figure_of_sweep
+    from chameleon_ft.simulate.figures import figure_of_sweep
 
     assert_readable(figure_of_sweep("a sweep", sweep(scene, name, values, policies)))
 

@@ -14,10 +14,10 @@ from chameleon_ft.plan import data_pipeline_plan
 from chameleon_ft.recovery import DecisionContext, FailureModel, decide, uniform_limits
 from chameleon_ft.recovery.checkpoints import daly_interval_s
 from chameleon_ft.schedule import CostModel, InFlightLimit
-from chameleon_ft.simulate.accounting.results import ConservationError, PolicyResult, Results
 from chameleon_ft.simulate.by_class.world import plans_found, world_of
 from chameleon_ft.simulate.parameters import Parameters
 from chameleon_ft.simulate.planners.exact_planner import Decisions
+from chameleon_ft.simulate.results import ConservationError, PolicyResult, Results
 from chameleon_ft.simulate.run import SIMULATED_POLICIES, simulate
 from chameleon_ft.simulate.traces.trace import Fault, Trace
 from tests.golden import refused

@@ -18,8 +18,8 @@ from chameleon_ft.recovery.salvage import complete_step
 from chameleon_ft.schedule import CostModel, best_program
 from chameleon_ft.schedule import replay as timeline_of
 from chameleon_ft.schedule.best import best_parts
-from chameleon_ft.simulate.accounting.account import Account, Change
-from chameleon_ft.simulate.accounting.results import PolicyResult
+from chameleon_ft.simulate.account import Account, Change
+from chameleon_ft.simulate.results import PolicyResult
 from chameleon_ft.simulate.run import simulate
 from chameleon_ft.simulate.traces.trace import Fault, Trace
 from tests.progress import progress_at

@@ -8,26 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, TypeAlias
+from typing import Final, Literal, TypeAlias, TypeVar
 
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.recovery.context import DecisionContext
 from chameleon_ft.recovery.proposal import Proposal
-from chameleon_ft.recovery.proposals import ProposalsOnWorkers
+from chameleon_ft.recovery.proposals import ProposalsOnWorkers, Proposer
 from chameleon_ft.registry import Registry
 
 Kind: TypeAlias = Literal[
-    "reroute",  # Peers of the lost workers take their micro-batches; nothing moves. The same plan if none is lost.
-    "reroute_decoupled",  # As "reroute", with the fused backward of the plan split, so that more of it fits bubbles.
-    "rejoin",  # Idle workers take the places of lost ones; peers do the share of places that stay empty.
-    "repair",  # Broken pipelines are cut anew over their remaining workers and idle ones; the others stay.
-    "repartition",  # The fastest pipelines of all live workers; slower ones that move less or survive more losses.
-    "begin_anew",  # The plans of "repartition" from a checkpoint, if there is one: nothing has to move for them.
-    "drop_pipelines",  # Broken pipelines are dropped; as soon as there are enough idle workers, they form new ones.
-    "restart",  # Equal pipelines of all live workers, from a checkpoint.
+    "reroute", "reroute_decoupled", "rejoin", "repair", "repartition", "begin_anew", "drop_pipelines", "restart"
 ]
-"""The kinds of plans: methods of `ProposalsOnWorkers`, for named workers, and of `simulate.ProposalsByClass`, for
-layouts whose pipelines are counted by class."""
+"""The kinds of plans: methods of `Proposer`, which explains them."""
+
+_Proposed = TypeVar("_Proposed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,9 +33,9 @@ class Policy:
         planner: a planner of the registry whose plans are scored too.
         starts: how a simulation starts if no plan is given: with the "fastest" plan; with "equal" pipelines of one
             depth; or with the best of "several" plans, for a policy that never leaves the depth that it starts with.
-        replans: whether it returns to a checkpoint with the fastest plan too, not only with equal pipelines.
-        restarts: whether it returns to a checkpoint after every loss, so that there always is one.
-        salvages: whether a run completes an interrupted step from what survivors hold of it, instead of repeating it,
+        replans: True if it returns to a checkpoint with the fastest plan too, not only with equal pipelines.
+        restarts: True if it returns to a checkpoint after every loss, so that there always is one.
+        salvages: True if a run completes an interrupted step from what survivors hold of it, instead of repeating it,
             and decides on everything but rerouting while it trains.
     """
 
@@ -52,9 +46,9 @@ class Policy:
     restarts: bool = False
     salvages: bool = False
 
-    def propose(self, proposer: Any) -> list[Any]:
-        """Return the proposals of all kinds; `proposer` has a method for each `Kind`, and `planned_by`."""
-        found = [each for kind, name in self.kinds.items() for each in getattr(proposer, kind)(name)]
+    def propose(self, proposer: Proposer[_Proposed]) -> list[_Proposed]:
+        """Return the proposals of all kinds."""
+        found: list[_Proposed] = [each for kind, name in self.kinds.items() for each in getattr(proposer, kind)(name)]
         return found if self.planner is None else [*found, *proposer.planned_by(self.planner)]
 
     def __call__(self, context: DecisionContext, horizon_s: float) -> list[Proposal]:

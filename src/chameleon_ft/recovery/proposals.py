@@ -1,17 +1,15 @@
-"""All kinds of plans on named workers.
-
-Per-replica fault tolerance: the unit of loss is a whole pipeline.
-"""
+"""All kinds of plans that policies propose: `Proposer` lists them, and `ProposalsOnWorkers` makes them."""
 
 from __future__ import annotations
 
 import heapq
 import statistics
+from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from chameleon_ft.errors import NoHolderError
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
@@ -23,6 +21,8 @@ from chameleon_ft.registry import PLANNERS
 from chameleon_ft.schedule import CostModel, InFlightLimit, default_limits
 from chameleon_ft.search import FoundPlan, InfeasibleError, SearchResult, recut_plan, reroute
 from chameleon_ft.transfer import remap_plan
+
+_Proposed = TypeVar("_Proposed")
 
 
 def drop_pipelines(name: str, context: DecisionContext) -> Proposal:
@@ -106,15 +106,57 @@ class RivalPlanner(Protocol):
         """Propose its plans for the context of `proposer`."""
 
 
-class ProposalsOnWorkers:
-    """Proposes plans for a context: a method for each `policies.Kind`, called with the name of its proposals.
+class Proposer(ABC, Generic[_Proposed]):
+    """The kinds of plans of `policies.Kind`: a method for each, which gets the name of its proposals.
 
-    Each method returns no proposal if there is no plan of its kind, or one with the reason.
+    Runs propose plans on named workers, and simulations of thousands of workers propose pipelines that are counted by
+    class. A method returns no proposal, or one with the reason, if there is no plan of its kind.
+    """
+
+    @abstractmethod
+    def reroute(self, name: str) -> list[_Proposed]:
+        """Have peers of the lost workers take their micro-batches; nothing moves. The same plan if none is lost."""
+
+    @abstractmethod
+    def reroute_decoupled(self, name: str) -> list[_Proposed]:
+        """Reroute with the fused backward of the plan split, so that more of it fits bubbles."""
+
+    @abstractmethod
+    def rejoin(self, name: str) -> list[_Proposed]:
+        """Have idle workers take the places of lost ones, and peers do the share of places that stay empty."""
+
+    @abstractmethod
+    def repair(self, name: str) -> list[_Proposed]:
+        """Cut broken pipelines anew over their remaining workers and idle ones; the others stay."""
+
+    @abstractmethod
+    def repartition(self, name: str) -> list[_Proposed]:
+        """Form the fastest pipelines of all live workers, or slower ones that move less or survive more losses."""
+
+    @abstractmethod
+    def begin_anew(self, name: str) -> list[_Proposed]:
+        """Read the plans of `repartition` from a checkpoint, if there is one: nothing has to move for them."""
+
+    @abstractmethod
+    def drop_pipelines(self, name: str) -> list[_Proposed]:
+        """Drop broken pipelines; as soon as there are enough idle workers, they form new ones."""
+
+    @abstractmethod
+    def restart(self, name: str) -> list[_Proposed]:
+        """Form equal pipelines of all live workers, from a checkpoint."""
+
+    @abstractmethod
+    def planned_by(self, planner: str) -> list[_Proposed]:
+        """Propose what a planner of the registry does, under its name."""
+
+
+class ProposalsOnWorkers(Proposer[Proposal]):
+    """Proposes plans on named workers.
 
     Args:
         context: the active plan, and which workers are live.
         horizon_s: expected seconds until the next incident.
-        searches: whether `repartition` is called too, so that `repair` can use its search.
+        searches: True if `repartition` is called too, so that `repair` can use its search.
     """
 
     def __init__(self, context: DecisionContext, horizon_s: float, *, searches: bool = False) -> None:
@@ -186,7 +228,6 @@ class ProposalsOnWorkers:
         return [Proposal.of(name, found)]
 
     def repartition(self, name: str) -> list[Proposal]:
-        """See `repartition.repartition`."""
         return repartition.repartition(name, self._found, self.context)
 
     def begin_anew(self, name: str) -> list[Proposal]:
@@ -203,7 +244,6 @@ class ProposalsOnWorkers:
         return [Proposal.of(name, self._found.best, from_checkpoint=True)]
 
     def drop_pipelines(self, name: str) -> list[Proposal]:
-        """See `drop_pipelines.drop_pipelines`."""
         return [drop_pipelines(name, self.context)]
 
     def restart(self, name: str) -> list[Proposal]:
@@ -224,7 +264,6 @@ class ProposalsOnWorkers:
         return [Proposal(name=name, plan=plan, in_flight_limits=default_limits(plan), from_checkpoint=True)]
 
     def planned_by(self, planner: str) -> list[Proposal]:
-        """Propose what a planner of the registry does, under its name."""
         rival: RivalPlanner = PLANNERS[planner]
         return rival.propose(planner, self)
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from chameleon_ft.recovery import Checkpoints, FailureModel, Snapshots
-from chameleon_ft.simulate.accounting.account import Account, Change, KnownRates, Migration, live_of
-from chameleon_ft.simulate.accounting.results import DecisionRecord, PolicyResult, Throughput
+from chameleon_ft.simulate.account import Account, Change, KnownRates, Migration, live_of
 from chameleon_ft.simulate.parameters import Parameters
 from chameleon_ft.simulate.planners.planner import Option, Planner, SimulatorState, WorkersPlan
+from chameleon_ft.simulate.results import DecisionRecord, PolicyResult, Throughput
 from chameleon_ft.simulate.traces.trace import Event, Trace
 
 
@@ -22,12 +22,12 @@ class PolicySimulation:
 
     Attributes:
         rates: receives the rates at which the live workers train under the planner.
-        restarts: whether every loss sends the job back to a checkpoint.
-        adapts_checkpoints: whether checkpoints are written whenever that pays, instead of at fixed intervals.
+        restarts: True if every loss sends the job back to a checkpoint.
+        adapts_checkpoints: True if checkpoints are written whenever that pays, instead of at fixed intervals.
     """
 
     trace: Trace
-    planner: Planner[Any]  # whatever its type of plan
+    planner: Planner[Any]
     samples_per_step: int
     parameters: Parameters
     rates: KnownRates
@@ -108,7 +108,8 @@ class PolicySimulation:
         """Let time pass; decide during training when it is time to."""
         while self._decides_s is not None and self._decides_s <= time_s:
             self._advance(self._decides_s)
-            if self.account.is_changing:  # layers have begun to move meanwhile
+            # Layers have begun to move while the decision was due.
+            if self.account.is_changing:
                 self._decides_s = self.account.resume_s + self.parameters.weigh_s
             else:
                 self._decide(self._deciding)
@@ -181,7 +182,8 @@ class PolicySimulation:
         account, before = self.account, self._active
         hit = before is not None and not lost.isdisjoint(self._needed)
         if self.planner.salvages and lost and before is not None and not hit:
-            return  # a spare, of which nothing depends
+            # The lost worker was a spare, on which nothing depends.
+            return
         self._decides_s = None
         state = self._state(
             self._rate,
@@ -204,7 +206,9 @@ class PolicySimulation:
         if not unchanged or is_switch or state.interrupted:
             self._carry_out(option, before, cause, is_hit=hit)
         elif self._lacks_copies:
-            self._restore_copies(option, cause)
+            # Slices that have lost an owner move to another one before the end of the present step.
+            self._trains = option
+            self._change_to(option, cause=cause, finish_step=True)
         else:
             self._note_rate(option)
         self._lacks_copies = self.planner.restores_copies and option.in_place and (hit or self._lacks_copies)
@@ -235,11 +239,6 @@ class PolicySimulation:
         if not account.is_changing:
             self._trains = before
         self._change_to(option, cause=cause, finish_step=not (is_hit or option.in_place))
-
-    def _restore_copies(self, option: Option[WorkersPlan], cause: str) -> None:
-        """Have slices that have lost an owner move to another one before the end of the present step."""
-        self._trains = option
-        self._change_to(option, cause=cause, finish_step=True)
 
     @property
     def _needed(self) -> frozenset[int]:
@@ -316,14 +315,12 @@ class PolicySimulation:
             write_s=parameters.checkpoint_write_s,
             saved=option.saves_first,
         )
-        self.account.change(change, finish_step=finish_step, migration=self._migration(option))
+        migration = None
+        if option.migration_s:
+            step_s = option.migration_step_s + self._overhead_s
+            migration = Migration(seconds=option.migration_s, step_s=step_s, needs_switch=option.needs_switch)
+        self.account.change(change, finish_step=finish_step, migration=migration)
         self._note_rate(option)
-
-    def _migration(self, option: Option[WorkersPlan]) -> Migration | None:
-        if not option.migration_s:
-            return None
-        step_s = option.migration_step_s + self._overhead_s
-        return Migration(seconds=option.migration_s, step_s=step_s, needs_switch=option.needs_switch)
 
     def _gap_s(self, returns: float) -> float:
         """Return the mean seconds between two returns, which follow this share of incidents."""

@@ -50,14 +50,14 @@ class Parameters:
             None: as runs choose it, at the interval that loses least, and none under plans for which a host lacks the
             memory. They take the place of checkpoints as long as some plan fits the live workers.
         snapshot_cost_s: seconds by which a snapshot makes steps longer, all together.
-        host_memory_bytes: of each host that are available for its workers; see `SnapshotRule`.
+        host_memory_bytes: The memory of each host that is available for its workers; see `SnapshotRule`.
         snapshot_return_s: seconds in which the state of a snapshot moves to where it is needed, after the phases of the
             stall; a guess for a worker's share over a fast link.
         redundant_forward: share of a stage's forward that its neighbour computes again under `redundant`: all of it in
             Bamboo (Thorpe et al., NSDI 2023), which hides it in the bubbles. The part that does not fit into them makes
             the step longer, and nothing else: a loss costs the phases above, and the remaining workers have the fastest
             equal pipelines. So it is an upper bound for Bamboo.
-        salvage: whether interrupted steps are completed and layers move during training, under policies that do so.
+        salvage: True if interrupted steps are completed and layers move during training, under policies that do so.
         exact_up_to: most workers for which decisions are those of `recovery.decide`; above, plans are by class.
 
     Raises:

@@ -48,7 +48,7 @@ class RecordedRun:
         policy: its policy.
         costs: costs of a step, and the workers, without anything that was measured later.
         start: its first plan.
-        parameters: those of its configuration, and the given ones for the rest.
+        parameters: The settings of its configuration, and the given ones for the rest.
     """
 
     policy: str

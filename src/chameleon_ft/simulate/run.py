@@ -1,7 +1,4 @@
-"""Policies side by side on a trace: one call.
-
-Simulations over a range of failure rates, cluster sizes, memories, bandwidths or batches.
-"""
+"""Policies side by side on a trace, and over a range of failure rates, cluster sizes, memories or bandwidths."""
 
 from __future__ import annotations
 
@@ -20,8 +17,7 @@ from chameleon_ft.plan import Plan
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.recovery import POLICIES, Policy, uniform_limits
 from chameleon_ft.schedule import CostModel, InFlightLimit
-from chameleon_ft.simulate.accounting.account import ORACLE, KnownRates, Oracle, live_of
-from chameleon_ft.simulate.accounting.results import Results
+from chameleon_ft.simulate.account import ORACLE, KnownRates, Oracle, live_of
 from chameleon_ft.simulate.by_class.cluster_layout import ClusterLayout
 from chameleon_ft.simulate.by_class.world import World, world_of
 from chameleon_ft.simulate.engine import PolicySimulation
@@ -29,6 +25,7 @@ from chameleon_ft.simulate.parameters import Parameters
 from chameleon_ft.simulate.planners.class_planner import ClassPlanner
 from chameleon_ft.simulate.planners.exact_planner import Decisions, ExactPlanner, RealPlan
 from chameleon_ft.simulate.planners.planner import Planner
+from chameleon_ft.simulate.results import Results
 from chameleon_ft.simulate.traces.trace import Trace
 from chameleon_ft.workload import Workload
 
@@ -72,7 +69,7 @@ def simulate(
             include equal pipelines of each depth.
         in_flight_limits: the most micro-batches that the workers of `start` can keep; None for as many as its longest
             route has stages.
-        as_in_run: whether policies act exactly as in a run: under `reroute` and `recycle` workers that are back stay
+        as_in_run: True if policies act exactly as in a run: under `reroute` and `recycle` workers that are back stay
             idle, and `restart` takes the layout with the most workers and writes checkpoints as often as others, if
             these write any. Without effect above `exact_up_to` workers.
         progress: is called with the name of the policy and the share of the trace that is done.

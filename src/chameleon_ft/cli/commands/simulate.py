@@ -18,8 +18,8 @@ from chameleon_ft.errors import PlanError
 from chameleon_ft.quantities import counted, duration, rate
 from chameleon_ft.session.simulation import SimulateCase, SimulateRequest, chosen_policies, chosen_sweep, simulate_case
 from chameleon_ft.simulate import save_trace, trace_statistics
-from chameleon_ft.simulate.accounting.account import ORACLE
-from chameleon_ft.simulate.accounting.results import PolicyResult, Results
+from chameleon_ft.simulate.account import ORACLE
+from chameleon_ft.simulate.results import PolicyResult, Results
 from chameleon_ft.simulate.run import Point, Sweep, simulate, sweep
 
 # A line of this many characters has room for all columns.

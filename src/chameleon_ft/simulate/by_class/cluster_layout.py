@@ -1,8 +1,6 @@
-"""A plan of thousands of workers: pipelines by what they hold, with gaps where workers were lost.
+"""Plans of thousands of workers: pipelines by what they hold, with gaps where workers were lost.
 
-The holders of each layer of a layout, as arrays.
-
-The state that moves between two layouts of thousands of workers.
+Holders of layers are arrays. What moves between two layouts is computed from these.
 """
 
 from __future__ import annotations
@@ -246,7 +244,8 @@ def layout_step(layout: ClusterLayout, times: StepTimes, speeds: Mapping[int, fl
     slow = {worker for worker, speed in speeds.items() if speed != 1.0}
     whole: Counter[PipelineClass] = Counter()
     broken: Counter[PipelineClass] = Counter()
-    gaps: Counter[int] = Counter()  # by layer
+    # Lost holders of each layer.
+    gaps: Counter[int] = Counter()
     for pipeline in layout.pipelines:
         own = PipelineClass(pipeline.cut)
         if slow and not slow.isdisjoint(pipeline.workers):
@@ -341,8 +340,8 @@ def layer_rings(layout: ClusterLayout, numbers: NDArray[np.int64], num_layers: i
 
     Args:
         layout: gaps are allowed.
-        numbers: of the host of each worker.
-        num_layers: of the model.
+        numbers: The number of the host of each worker.
+        num_layers: The layers of the model.
 
     Returns:
         Arrays of workers; None if some layer has no holder.
@@ -353,7 +352,8 @@ def layer_rings(layout: ClusterLayout, numbers: NDArray[np.int64], num_layers: i
     codes, stage_of = np.unique((places.starts * (num_layers + 1) + places.stops)[order], return_inverse=True)
     starts, stops = np.divmod(codes, num_layers + 1)
     layers = np.arange(num_layers)[:, np.newaxis]
-    holds = (starts <= layers) & (layers < stops)  # (layers, stages)
+    # Of shape (layers, stages).
+    holds = (starts <= layers) & (layers < stops)
     if not holds.any(axis=1).all():
         return None
     return [places.workers[order[own[stage_of]]] for own in np.unique(holds, axis=0)]
@@ -381,10 +381,10 @@ class _Lacked:
     """The layers that the workers of a new layout lack: those of each stage before and after the layers it has.
 
     Attributes:
-        places: of the new layout.
+        places: The workers of the new layout.
         starts, stops: `starts, ..., stops - 1` are the layers of the stage that the worker has.
-        is_held: whether the worker held any layers.
-        changes: whether it held others than those of its stage.
+        is_held: True if the worker held any layers.
+        changes: True if it held others than those of its stage.
         before_bytes: what it held.
     """
 
@@ -428,7 +428,8 @@ def move_to(new: ClusterLayout, current: ClusterLayout, pipelines: Pipelines) ->
         return None
     num_layers = pipelines.num_layers
     lacking = np.zeros(num_layers, dtype=np.int64)
-    sizes = np.zeros(num_layers, dtype=np.int64)  # the most that a worker receives of each layer
+    # The most bytes that a worker receives of each layer.
+    sizes = np.zeros(num_layers, dtype=np.int64)
     for index, each in enumerate(own):
         lack = lacked.workers_by_layer(depth_of == index, num_layers)
         lacking += lack

@@ -96,8 +96,8 @@ class Pipelines:
 
     Args:
         costs: costs of the workload on all workers.
-        split_backward: whether backward is split into I and W.
-        redundant: whether every stage also holds the state of its successor, and the last stage that of the first.
+        split_backward: True if backward is split into I and W.
+        redundant: True if every stage also holds the state of its successor, and the last stage that of the first.
     """
 
     def __init__(self, costs: CostModel, *, split_backward: bool, redundant: bool = False) -> None:

@@ -1,6 +1,7 @@
-"""Seconds of a step of many pipelines: shares of the micro-batches, the slowest pipeline, and gradient sync.
+"""Seconds of a step of many pipelines, and the fastest pipelines for a number of equal workers.
 
-The fastest pipelines for a number of equal workers, among the few most promising depths.
+A step takes shares of the micro-batches, the slowest pipeline, and gradient sync. Mixes are searched among the few most
+promising depths.
 """
 
 from __future__ import annotations
@@ -121,7 +122,8 @@ class StepTimes:
         layers, cluster = costs.workload.layers, costs.cluster
         if total < 2 or not any(layer.gradient_bytes for layer in layers):
             return program_s
-        free_s: dict[int, float] = {}  # by stage, counted through the pipelines
+        # Stages are counted through the pipelines.
+        free_s: dict[int, float] = {}
         classes = sorted(counts)
         for own in classes:
             run = self.pipelines.run(own, most[own])

@@ -46,11 +46,11 @@ class World:
     """The costs of a simulation, and all that is derived from them once.
 
     Args:
-        costs: of the workload on all workers.
+        costs: The costs of the workload on all workers.
         parameters: assumptions.
-        split_backward: whether backward is split into I and W in all layouts.
+        split_backward: True if backward is split into I and W in all layouts.
         start: the layout that all policies start with; None if each starts with the one that is fastest for it.
-        redundant: whether this is the world of Bamboo: pipelines are equal, and every stage has its successor's state
+        redundant: True if this is the world of Bamboo: pipelines are equal, and every stage has its successor's state
             and computes its forward as well, so that nothing has to move after a loss.
     """
 

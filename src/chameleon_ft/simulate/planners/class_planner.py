@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from chameleon_ft.cost.transition import StallModel
 from chameleon_ft.plan import Placement
 from chameleon_ft.recovery import LossRisk
+from chameleon_ft.recovery.proposals import Proposer
 from chameleon_ft.registry import CLASS_PLANNERS
 from chameleon_ft.simulate.by_class.cluster_layout import ClusterLayout, LayoutPipeline, Move, arranged, move_to
 from chameleon_ft.simulate.by_class.pipeline_classes import PipelineClass
@@ -67,15 +68,15 @@ class ClassPlanner(Planner[ClusterLayout]):
         return [*proposer.keep(), *self._policy.propose(proposer)]
 
 
-class ProposalsByClass:
-    """Proposes options for a layout, with gaps in place of lost workers: a method for each `recovery.policies.Kind`.
+class ProposalsByClass(Proposer[Option[ClusterLayout]]):
+    """Proposes options for a layout, with gaps in place of lost workers.
 
     Args:
         world: costs, and the fastest layouts.
         layout: what the workers hold.
-        state: of the simulation.
-        is_intact: whether no worker of the layout has been lost since it was reached.
-        migrates: whether layers move while the layout trains.
+        state: The known facts.
+        is_intact: True if no worker of the layout has been lost since it was reached.
+        migrates: True if layers move while the layout trains.
     """
 
     def __init__(
@@ -88,10 +89,7 @@ class ProposalsByClass:
         self._migrates = migrates
 
     def keep(self) -> list[Option[ClusterLayout]]:
-        """The layout as it is, if no worker is lost: as in `recovery.decide`, whatever the policy proposes.
-
-        All other methods are those of `Kind`.
-        """
+        """The layout as it is, if no worker is lost: as in `recovery.decide`, whatever the policy proposes."""
         return self.options("as-it-is", self.layout) if self.is_intact else []
 
     def reroute(self, name: str) -> list[Option[ClusterLayout]]:
@@ -170,7 +168,6 @@ class ProposalsByClass:
         return self._from_checkpoint(name, self.world.replicated_layouts(ClusterLayout(()), self.state.speeds))
 
     def planned_by(self, planner: str) -> list[Option[ClusterLayout]]:
-        """Propose what a planner of the registry does, under its name."""
         options: list[Option[ClusterLayout]] = CLASS_PLANNERS[planner](planner, self)
         return options
 

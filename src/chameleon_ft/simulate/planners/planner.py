@@ -45,12 +45,12 @@ class SimulatorState:
     """The known facts after an event.
 
     Attributes:
-        speeds: of all live workers.
+        speeds: The speed of each live worker.
         lost: workers that were lost just now.
         repeat_s: work of the interrupted step that is done again.
         running_s: seconds since training resumed with the active plan; zero in a stall.
-        in_place: whether to continue at once, without moving layers; everything else is decided later.
-        interrupted: whether the last change was not completed, so that its plan was not reached.
+        in_place: True if to continue at once, without moving layers; everything else is decided later.
+        interrupted: True if the last change was not completed, so that its plan was not reached.
         checkpoints: how often they are written, and the steps since the last one.
         snapshots: likewise; None if there is none to go back to.
         rate: the failure model.
@@ -84,9 +84,9 @@ class Option(Candidate, Generic[_Plan]):
     Attributes:
         still_s: seconds of standing still; `stall_s` adds `repeat_s`.
         repeat_s: work that is done again.
-        saves_first: whether a checkpoint is written first, so that nothing is done again.
+        saves_first: True if a checkpoint is written first, so that nothing is done again.
         from_snapshot: with `from_checkpoint`: whether its state is that of a snapshot.
-        in_place: whether it continues the current step.
+        in_place: True if it continues the current step.
         share_s: seconds by which that step takes longer, without the stall.
     """
 
@@ -110,13 +110,13 @@ class Planner(ABC, Generic[_Plan]):
     A plan is reached when the change to it is complete. Until then, workers hold the layers of the plan before.
 
     Args:
-        policy: of the runtime, or one that exists only in simulations.
+        policy: A policy of the runtime, or one that exists only in simulations.
         world: costs, and layouts by class.
         start_number: selects one of several start layouts.
 
     Attributes:
-        salvages: whether interrupted steps are completed, and layers move during training.
-        restores_copies: whether slices of the optimizer's state get other owners in place of lost ones, by a switch.
+        salvages: True if interrupted steps are completed, and layers move during training.
+        restores_copies: True if slices of the optimizer's state get other owners in place of lost ones, by a switch.
         snapshot_rule: under which plans snapshots are taken.
     """
 

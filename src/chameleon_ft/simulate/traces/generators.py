@@ -218,8 +218,10 @@ class FaultModel:
 
     def _losses(self, hosts: int, workers_per_host: int, duration_s: float, generator: random.Random) -> list[Fault]:
         mean_gap_s = 1000 * _DAY_S / (self.faults_per_1000_host_days * hosts)
-        back_s = [0.0] * (hosts * workers_per_host)  # by worker
-        repaired_s: dict[int, float] = {}  # by incident, of its first fault
+        # The time at which each worker is back.
+        back_s = [0.0] * (hosts * workers_per_host)
+        # The end of the first fault of each incident.
+        repaired_s: dict[int, float] = {}
         faults = []
         for time_s, incident in self.arrivals.faults(duration_s, mean_gap_s, generator):
             worker = _live_worker(back_s, time_s, generator)

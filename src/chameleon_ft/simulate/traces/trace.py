@@ -1,8 +1,6 @@
-"""A failure trace: which workers are lost, back or slow, and when.
+"""Failure traces: which workers are lost, back or slow, and when; and figures to compare traces by.
 
-Faults of workers, which last, and events, the moments at which faults change something.
-
-Figures of a trace that can be compared with those of other traces.
+Faults last; events are the moments at which faults change something.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ class Event:
         kind: `lost`: gone, with all that they held. `back`: live again, empty and at full speed. `slow`: at `speed`
             from then on.
         speed: share of the normal speed after a `slow` event, where 1 ends the slowness; 1 in other events.
-        cause: as the trace calls it; empty if the trace gives none.
+        cause: The name that the trace gives to the cause; empty if it gives none.
 
     Raises:
         ConfigError: a value is out of range, or `speed` contradicts `kind`.
@@ -73,7 +71,7 @@ class Fault:
         start_s: seconds since the trace began.
         end_s: time from which the workers are as before, unless another fault holds them.
         speed: share of the normal speed meanwhile, below 1; 0 if the workers are lost.
-        cause: as the trace calls it; empty if the trace gives none.
+        cause: The name that the trace gives to the cause; empty if it gives none.
 
     Raises:
         ConfigError: a value is out of range.
@@ -110,12 +108,14 @@ def events_of(faults: Sequence[Fault], duration_s: float) -> tuple[Event, ...]:
     all losses have ended. If one fault ends at the moment another begins, nothing happens in between. Workers that one
     fault changes in the same way share an event.
     """
-    moments: dict[float, list[int]] = defaultdict(list)  # time -> faults that start or end then
+    # Faults that start or end at each time.
+    moments: dict[float, list[int]] = defaultdict(list)
     for number, fault in enumerate(faults):
         for time_s in (fault.start_s, fault.end_s):
             if time_s <= duration_s:
                 moments[time_s].append(number)
-    active: dict[int, dict[int, float]] = defaultdict(dict)  # worker -> fault -> speed
+    # The speed of each worker under each fault that holds it.
+    active: dict[int, dict[int, float]] = defaultdict(dict)
     events: list[Event] = []
     for time_s, numbers in sorted(moments.items()):
         before = {worker: _worst(active[worker])[0] for number in numbers for worker in faults[number].workers}
@@ -154,7 +154,8 @@ def _worst(active: dict[int, float]) -> tuple[float, int]:
 
 def faults_of(events: Iterable[Event]) -> tuple[Fault, ...]:
     """Return the faults that cause `events`, by start; the end of one that never ends is infinite."""
-    begun: dict[int, Event] = {}  # by worker
+    # The event that began the fault of each worker.
+    begun: dict[int, Event] = {}
     faults: list[Fault] = []
 
     def end(workers: Iterable[int], time_s: float) -> None:

@@ -57,9 +57,9 @@ class PolicyResult:
 
     Attributes:
         workers, duration_s: those of the trace.
-        samples: of steps that were not rolled back.
-        failure_free_samples: of the fastest known plan for all workers in this time, without any event.
-        oracle_samples: of the oracle; see `oracle`.
+        samples: The samples of steps that were not rolled back.
+        failure_free_samples: The samples of the fastest known plan for all workers in this time, without any event.
+        oracle_samples: The samples of the oracle; see `Oracle`.
         useful_s: seconds of steps that count.
         down_s: seconds in which no plan fitted the live workers.
         used_hours, idle_hours, dead_hours: worker-hours of workers in the active plan, of other live workers, and of

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.report.picture import require_picture, save_picture
-from chameleon_ft.simulate.accounting.results import Results
+from chameleon_ft.simulate.results import Results
 from chameleon_ft.simulate.run import Sweep
 from chameleon_ft.simulate.traces.trace import Trace
 
@@ -21,15 +21,15 @@ def draw_results(path: Path, *, title: str, results: Results, trace: Trace) -> N
 
     Args:
         path: file to write; its suffix gives the kind: .svg, .png or .pdf. An existing file is replaced.
-        title: of the simulation, in one line.
-        results: of the policies on the trace.
+        title: What is simulated, in one line.
+        results: The results of the policies on the trace.
         trace: events of the workers.
 
     Raises:
         ConfigError: another suffix, matplotlib is not installed, or the file cannot be written.
     """
     require_picture(path)
-    from chameleon_ft.simulate.pictures.figures import figure_of_results
+    from chameleon_ft.simulate.figures import figure_of_results
 
     save_picture(figure_of_results(title, results, trace), path, title=title)
 
@@ -43,7 +43,7 @@ def draw_sweep(path: Path, *, title: str, sweep: Sweep) -> None:
         ConfigError: as `draw_results`, or no value has results.
     """
     require_picture(path)
-    from chameleon_ft.simulate.pictures.figures import figure_of_sweep
+    from chameleon_ft.simulate.figures import figure_of_sweep
 
     if not sweep.policies:
         raise ConfigError(

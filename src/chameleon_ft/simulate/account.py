@@ -1,7 +1,4 @@
-"""An account of the time of a simulation, second by second, and of the steps that count.
-
-The oracle, a bound for all policies: at every moment the highest rate that is known for the live workers.
-"""
+"""An account of the time of a simulation, second by second, and the oracle, a bound for all policies."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final, TypeAlias
 
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.simulate.accounting.results import PolicyResult, Throughput
+from chameleon_ft.simulate.results import PolicyResult, Throughput
 from chameleon_ft.simulate.traces.trace import Trace
 
 
@@ -26,7 +23,7 @@ class Change:
         step_s: seconds of a step from then on.
         checkpoint_every_s: seconds of steps between two checkpoints.
         write_s: seconds that each checkpoint takes.
-        saved: whether the stall begins with a checkpoint.
+        saved: True if the stall begins with a checkpoint.
     """
 
     cause: str
@@ -44,7 +41,7 @@ class Migration:
     Attributes:
         seconds: until all have arrived.
         step_s: seconds of a step meanwhile.
-        needs_switch: whether they begin to move at the end of the present step, and not at once.
+        needs_switch: True if they begin to move at the end of the present step, and not at once.
     """
 
     seconds: float
@@ -123,7 +120,8 @@ class Account:
     _writing_s: float = 0.0
     # Steps since the last checkpoint, and their seconds: the loss of a return to it.
     _unsaved: int = 0
-    _snapped: int = 0  # the step of a snapshot from which the next ones are counted
+    # The step of the snapshot from which the next ones are counted.
+    _snapped: int = 0
     _unsaved_s: float = 0.0
 
     @property
@@ -246,17 +244,14 @@ class Account:
     def _make(self, change: Change) -> None:
         """Make a change that is due, at the end of a step."""
         following = self._following
-        self._end_step()
+        # The step may miss its end by a rounding.
+        if self._training is not None and self.part_s > self._training.step_s / 2:
+            self._finish(1, self.part_s)
+        self.part_s = 0.0
         self._begin(change)
         if following is not None and self._training is not None:
             later, seconds = following
             self._await(later, self._training.until_boundary_s(seconds))
-
-    def _end_step(self) -> None:
-        """End the step that ends just now; it may miss its end by a rounding."""
-        if self._training is not None and self.part_s > self._training.step_s / 2:
-            self._finish(1, self.part_s)
-        self.part_s = 0.0
 
     def _begin(self, change: Change) -> None:
         self._change = None

@@ -1,9 +1,4 @@
-"""Pictures of policies on a trace. Imported only when one is asked for, because it loads matplotlib.
-
-Colours and fonts of pictures of simulations.
-
-Pictures of sweeps. Imported only when one is asked for, because it loads matplotlib.
-"""
+"""Pictures of policies on a trace, and of sweeps. Imported only for one, because it loads matplotlib."""
 
 from __future__ import annotations
 
@@ -21,8 +16,8 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, NullLocator
 
 from chameleon_ft.report.picture import fit_title
-from chameleon_ft.simulate.accounting.account import ORACLE
-from chameleon_ft.simulate.accounting.results import PolicyResult, Results, Throughput
+from chameleon_ft.simulate.account import ORACLE
+from chameleon_ft.simulate.results import PolicyResult, Results, Throughput
 from chameleon_ft.simulate.run import Sweep
 from chameleon_ft.simulate.traces.trace import Trace
 
@@ -30,8 +25,9 @@ TEXT: Final = "#1a1a1a"
 PALE: Final = "#666666"
 LINE: Final = "#d0d0d0"
 ORACLE_INK: Final = "#9a9a9a"
-MARGIN: Final = 0.015  # of the width
-_TITLE_SIZE: Final = 10.5  # points
+# Share of the width.
+MARGIN: Final = 0.015
+_TITLE_POINTS: Final = 10.5
 _POINTS_PER_INCH: Final = 72.0
 
 
@@ -74,7 +70,7 @@ def set_axes_style(axes: Axes, *, label_size: float) -> None:
 def draw_title(figure: Figure, title: str) -> None:
     """Write the title on top of a figure, as large as it fits."""
     width, height = figure.get_size_inches()
-    fitted, size = fit_title(title, width=(1 - 2 * MARGIN) * width * _POINTS_PER_INCH, size=_TITLE_SIZE)
+    fitted, size = fit_title(title, width=(1 - 2 * MARGIN) * width * _POINTS_PER_INCH, size=_TITLE_POINTS)
     style: dict[str, Any] = {"va": "center", "fontsize": size, "weight": "bold", "color": TEXT, "linespacing": 1.1}
     figure.text(MARGIN, 1 - 0.2 / height, fitted, parse_math=False, **style)
 
@@ -98,7 +94,8 @@ _CURVE: Final = (0.155, 0.505)
 _SHARE: Final = 0.672
 _BAR: Final = (0.742, 0.238)
 _BINS: Final = 320
-_ZOOM: Final = 0.6  # rows begin at zero if throughput falls below this
+# Rows begin at zero if throughput falls below this share.
+_ZOOM: Final = 0.6
 _CURVE_INK: Final = "#2b6a94"
 _LOST: Final = "#a8430f"
 
@@ -277,10 +274,12 @@ def _draw_heading(figure: Figure, title: str, *, oracle: bool) -> None:
     figure.text(_SHARE, 1 - 0.52 / height, "samples,\nof failure-\nfree", va="center", fontsize=7.5, color=PALE)
 
 
-_SIZE: Final = (11.0, 4.6)  # inches
+_SIZE_INCHES: Final = (11.0, 4.6)
 _PANELS: Final = ((0.07, 0.12, 0.315, 0.735), (0.56, 0.12, 0.315, 0.735))
-_LEAST: Final = 1e-5  # smallest gap that differs from none
-_LABEL_GAP: Final = 0.05  # of a panel's height
+# The smallest gap that differs from none.
+_LEAST: Final = 1e-5
+# Share of a panel's height.
+_LABEL_GAP: Final = 0.05
 _NAMES: Final = {
     "rate": "failures, times those of the trace",
     "workers": "workers",
@@ -292,7 +291,7 @@ _NAMES: Final = {
 
 def figure_of_sweep(title: str, sweep: Sweep) -> Figure:
     """Return the figure, which belongs to no window and to no global state; at least one point has results."""
-    figure = Figure(figsize=_SIZE, dpi=130)
+    figure = Figure(figsize=_SIZE_INCHES, dpi=130)
     draw_title(figure, title)
     left, right = (figure.add_axes(panel) for panel in _PANELS)
     if sweep.name == "workers":
@@ -346,7 +345,8 @@ def _draw_panel(
 
 def _draw_labels(axes: Axes, last: float, ends: Sequence[tuple[float, str]]) -> None:
     """Write the policies beside the ends of their lines, apart from each other, and joined to them."""
-    axes.autoscale_view()  # else only done when drawn
+    # Without this call it is only done when drawn.
+    axes.autoscale_view()
     to_share = axes.transData + axes.transAxes.inverted()
     heights = sorted((float(to_share.transform((last, value))[1]), policy) for value, policy in ends)
     for (end, policy), height in zip(heights, _spread([end for end, _ in heights]), strict=True):

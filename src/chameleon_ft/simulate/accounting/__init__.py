@@ -1,1 +1,0 @@
-"""Where the time of a simulation goes, and what comes of it."""
