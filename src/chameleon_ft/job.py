@@ -136,7 +136,7 @@ class Job:
             attributes that a layer's factory sets, but without values: of each group a worker updates those that it
             holds. The state and the update of a parameter may depend on that parameter alone. Numbers that are counted
             in groups, on the optimizer or in its hooks, as by torch's schedulers, are saved and move with the layers.
-        elementwise: whether the optimizer updates each element of a parameter from the element's own gradient and
+        elementwise: True if the optimizer updates each element of a parameter from the element's own gradient and
             state alone, so that the holders of a layer can divide the update. None: that is known of most of torch's
             own (SGD, Adam, AdamW and others), and not assumed of any other.
         learning_rate: step (from 0) -> rate of the update of that step. It replaces the optimizer's default rate, or if
@@ -222,7 +222,7 @@ def check_job_reference(reference: str, kind: str = "job") -> None:
     """Check that the file or module of a reference exists, without importing more than the packages around it.
 
     Args:
-        reference: of a function, as for `load_job`.
+        reference: The reference of a function, as for `load_job`.
         kind: what the function is, which is also its name where the reference names none.
 
     Raises:
@@ -321,7 +321,8 @@ def _checked_tied(
 
 
 def _checked_costs(costs: Sequence[float], num_layers: int) -> tuple[float, ...]:
-    given: object = costs  # of a user, who may give anything
+    # A user may give anything.
+    given: object = costs
     if not isinstance(given, Iterable) or len(costs := tuple(given)) != num_layers:
         raise ConfigError(f"`layer_costs` is {costs!r:.80}: give a list of {num_layers} numbers, one for each layer")
     if not all(map(_is_positive, costs)):

@@ -38,7 +38,7 @@ class JobRecord:
         conditions: on which the outputs depend, besides data and layers; without equal ones they are not compared.
         settings: class and options of the optimizer, learning rates, clipping and precision.
         sources: digests of the files of the job's own modules.
-        versions: of packages.
+        versions: The versions of packages.
     """
 
     data: Mapping[str, Fact] = field(default_factory=dict)
@@ -75,7 +75,8 @@ class JobRecord:
             else:
                 yield Change(topic, f"{name} was {before[name]} and is {after[name]}")
             if name == "number of samples" or name.startswith("output of layer"):
-                return  # other samples are read then; a layer gets what the one before it returns
+                # Other samples are read then: a layer gets what the one before it returns.
+                return
 
 
 def _are_like(before: Any, after: Any, rounding: float) -> bool:
@@ -84,7 +85,8 @@ def _are_like(before: Any, after: Any, rounding: float) -> bool:
         return bool(before == after)
     if isinstance(before, str) or before[0] != after[0] or len(before) != len(after):
         return False
-    if "16 " in str(before[0]):  # the type comes before the shape
+    # The type comes before the shape.
+    if "16 " in str(before[0]):
         rounding = max(rounding, _COARSE)
     numbers = zip(before[1:], after[1:], strict=True)
     return all(

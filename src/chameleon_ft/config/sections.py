@@ -1,13 +1,8 @@
-"""Sections of a configuration: layout, batch, recovery, timeouts, health, timelines, emulation and control.
+"""The sections of a configuration: frozen and strict, with relations between fields that are checked.
 
-The base of all sections of a configuration: frozen and strict, with relations between fields that are checked.
-
-Failures that a configuration injects: in which phase of which step a worker fails, and how.
-
-The devices that workers compute on, and the backends that send tensors between them: one registry of both.
-
-It holds names and facts. `chameleon_ft.worker.device` finds the devices of a host through torch, and
-`chameleon_ft.worker.communicators` makes the communicators of a backend.
+The devices that workers compute on, and the backends that send tensors between them, are a registry of names and facts.
+`chameleon_ft.worker.device` finds the devices of a host through torch, and `chameleon_ft.worker.communicators` makes
+the communicators of a backend.
 """
 
 from __future__ import annotations
@@ -34,7 +29,8 @@ from pydantic_core.core_schema import no_info_wrap_validator_function
 from chameleon_ft.registry import Registry, installed
 from chameleon_ft.workload import MAX_MICRO_BATCHES
 
-_LONGEST_S: Final = 1e9  # 32 years
+# Some 32 years.
+_LONGEST_S: Final = 1e9
 
 RELATION_ERROR: Final = "relation"
 """Type of the error that lists the relations between fields that do not hold."""
@@ -54,19 +50,15 @@ class Section(BaseModel):
 
     @model_validator(mode="after")
     def _relations_hold(self) -> Self:
-        found = [*self._endless_times(), *self.problems()]
+        times = ((name, value) for name, value in self if name.endswith("_s") and isinstance(value, float))
+        endless = [(name, f"should be {_LONGEST_S:g} at most") for name, value in times if value > _LONGEST_S]
+        found = [*endless, *self.problems()]
         if found:
             summary = "; ".join(f"{field}: {message}" for field, message in found)
             # A validator can raise only one error, so all problems travel in its context.
             problems = [(field, self._value_at(field), message) for field, message in found]
             raise PydanticCustomError(RELATION_ERROR, "{summary}", {"summary": summary, "problems": problems})
         return self
-
-    def _endless_times(self) -> Iterator[tuple[str, str]]:
-        """Yield the times that clocks cannot count."""
-        for name, value in self:
-            if name.endswith("_s") and isinstance(value, float) and value > _LONGEST_S:
-                yield name, f"should be {_LONGEST_S:g} at most"
 
     def _value_at(self, key: str) -> object:
         """Return the value at a key such as failures[0].worker."""
@@ -99,9 +91,11 @@ class OrInstalled:
 PolicyName = Literal[
     "chameleon", "reroute", "repair", "repartition", "recycle", "oobleck", "paper", "drop-replica", "restart"
 ]
-_USUAL_OWNERS: Final = 2  # one may be lost
+# One of them may be lost.
+_USUAL_OWNERS: Final = 2
 _MAX_IN_A_MICRO_BATCH: Final = 1_000_000
-_MAX_READS: Final = 100  # that may be slow, one after the other, while another worker waits for a message
+# Reads that may be slow, one after the other, while another worker waits for a message.
+_MAX_READS: Final = 100
 _ENDPOINT: Final = r"([^\s,/@:\[\]]+|\[[0-9a-fA-F:]+\]):[0-9]{1,5}"
 _LEASE: Final = re.compile(
     rf"files|kubernetes(://[a-z0-9]([-a-z0-9]{{0,61}}[a-z0-9])?)?|etcds?://{_ENDPOINT}(,{_ENDPOINT})*(/[^\s?#]*)?"
@@ -470,9 +464,9 @@ class Backend:
 
     Attributes:
         communicators: the place of a function that makes the communicators of a rank, see `worker.communicators`.
-        receives_block: whether a wait for a message blocks the host, so that an interrupted rank knows which messages
+        receives_block: True if a wait for a message blocks the host, so that an interrupted rank knows which messages
             its results were made from. Steps are salvaged, and layers move while a run trains, only if it does.
-        shares_devices: whether two workers can use one device.
+        shares_devices: True if two workers can use one device.
         missing: work that is left to do before there are communicators of this backend; empty if there are.
         devices: names of the devices whose tensors it can send, for a backend of an installed package.
     """
@@ -491,7 +485,7 @@ class DeviceKind:
     Attributes:
         title: what it is, in words.
         backends: names of those that can send its tensors, the default first.
-        is_accelerator: whether torch has the device under this name in `torch.accelerator`.
+        is_accelerator: True if torch has the device under this name in `torch.accelerator`.
         package: package that adds the device to torch; empty if torch has it.
         run_on: backend -> hardware that real runs of this project were made on.
     """

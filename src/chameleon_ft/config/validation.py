@@ -1,7 +1,4 @@
-"""Validation of what a user wrote: a configuration, or one message that lists everything wrong with it.
-
-Configurations as TOML.
-"""
+"""Configurations as TOML: reading, writing, and validation with one message that lists everything wrong."""
 
 from __future__ import annotations
 
@@ -115,7 +112,8 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}; give the path of a TOML file") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: is not text: {error}") from None
-    except (ValueError, RecursionError) as error:  # also for a number of too many digits, and too deep nesting
+    except (ValueError, RecursionError) as error:
+        # Also a number of too many digits, and too deep nesting.
         raise ConfigError(f"{path}: is not valid TOML: {error}") from None
 
 

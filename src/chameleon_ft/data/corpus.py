@@ -1,11 +1,8 @@
 """The tokens of a run: checked before it starts, then fixed, and the same in all processes.
 
-A text is copied once into the run directory, as bytes. The workers, `verify` and a resumed run map this file, so they
-see the same samples even if the source has changed. A token file is used in place, and recognised by its fingerprint.
-
-Text as training data, one token per byte: the files of a text, and its bytes.
-
-Files of token ids, mapped into memory, so that all processes share the pages and read only what they need.
+A text has one token per byte. It is copied once into the run directory; the workers, `verify` and a resumed run map
+this file, so they see the same samples even if the source has changed. A file of token ids is mapped in place, and
+recognised by its fingerprint. Processes share the pages of a map and read only what they need.
 """
 
 from __future__ import annotations
@@ -112,7 +109,8 @@ def _standard_library() -> TextFiles:
         raise DataError(
             f"there is no source text of the standard library in {root}: set data.path to a text of your own"
         )
-    return TextFiles(found.files, found.num_bytes)  # the skipped files are empty ones of Python itself
+    # The skipped files are empty ones of Python itself.
+    return TextFiles(found.files, found.num_bytes)
 
 
 def _walk(root: Path, is_excluded: Callable[[Path], bool]) -> Iterator[Path]:
@@ -124,7 +122,8 @@ def _walk(root: Path, is_excluded: Callable[[Path], bool]) -> Iterator[Path]:
     for folder, subfolders, names in os.walk(root, onerror=lambda error: not_entered.append(Path(error.filename))):
         visible = [Path(folder, name) for name in sorted(subfolders) if not name.startswith(".")]
         included = [path for path in visible if not is_excluded(path)]
-        subfolders[:] = [path.name for path in included]  # os.walk enters what is left in this list
+        # `os.walk` enters what is left in this list.
+        subfolders[:] = [path.name for path in included]
         not_entered.extend(path for path in included if path.is_symlink())
         yield from (Path(folder, name) for name in sorted(names) if not name.startswith("."))
     yield from not_entered
@@ -154,7 +153,8 @@ def _text_size(path: Path) -> int:
     if path.is_dir():
         raise ValueError("is a folder that is linked or cannot be listed")
     if not path.is_file():
-        raise ValueError("is not a regular file")  # opening a pipe would wait for a writer
+        # Opening a pipe would wait for a writer.
+        raise ValueError("is not a regular file")
     size = 0
     for text in codecs.iterdecode(_chunks(path), "utf-8"):
         if "\0" in text:

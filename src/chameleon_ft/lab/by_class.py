@@ -46,7 +46,7 @@ class EstimatedMixes:
 
     Args:
         pipelines: the estimate for each depth that pipelines may have.
-        micro_batches: of a step.
+        micro_batches: The micro-batches of a step.
     """
 
     def __init__(self, pipelines: Mapping[int, EstimatedTimes], micro_batches: int) -> None:

@@ -74,12 +74,12 @@ def oobleck_plan(
     Args:
         costs: costs of the workload on the live workers.
         fault_tolerance: f, the losses that every layer survives; there are at least f + 1 pipelines.
-        split_backward: whether the plan runs our programs with split backward (`best_program`) instead of Oobleck's
+        split_backward: True if the plan runs our programs with split backward (`best_program`) instead of Oobleck's
             1F1B. The choice of templates does not depend on it.
         live_nodes: remaining nodes of each running pipeline; None to choose the best combination. The released
             code chooses a combination only once. After a loss it keeps the pipelines and replaces the
             templates of those that have lost nodes (see `reconfigured_pipelines`), then shares micro-batches anew.
-        with_room: whether n_0 leaves nodes room to be reconfigured after losses, see `pipeline_templates`. The released
+        with_room: True if n_0 leaves nodes room to be reconfigured after losses, see `pipeline_templates`. The released
             code assumes 6 times the bytes of the parameters.
         current: layers that the live workers hold now, for the bytes to move.
 
@@ -255,8 +255,8 @@ def pipeline_templates(
     Args:
         costs: costs of the workload on the live workers.
         fault_tolerance: f, the losses that every layer survives.
-        recompute: whether all stages recompute activations.
-        with_room: whether nodes have room to be reconfigured.
+        recompute: True if all stages recompute activations.
+        with_room: True if nodes have room to be reconfigured.
 
     Raises:
         ConfigError: negative `fault_tolerance`.

@@ -43,7 +43,8 @@ def pipeline_step_s(*, forward_s: Sequence[float], backward_s: Sequence[float], 
     # In wave k, stage i of P runs the forward of micro-batch k + P - 1 - i, whose input the stage before has made in
     # wave k - 1, and then the backward of micro-batch k.
     free_s = [0.0] * depth
-    input_s = [0.0] * (depth + 1)  # when the output of the stage before is there
+    # Time at which the output of the stage before arrives, by stage.
+    input_s = [0.0] * (depth + 1)
     for wave in range(1 - depth, micro_batches):
         for stage in range(min(depth, wave + depth) - 1, max(0, wave + depth - micro_batches) - 1, -1):
             free_s[stage] = input_s[stage + 1] = max(free_s[stage], input_s[stage]) + forward_s[stage]
@@ -121,7 +122,7 @@ def paper_plan(
 
     Args:
         costs: costs of the workload on the live workers.
-        split_backward: whether the plan runs our programs with split backward, and not 1F1B; it does not change the
+        split_backward: True if the plan runs our programs with split backward, and not 1F1B; it does not change the
             choice.
         current: which layers the live workers hold now, for the bytes to move.
 
@@ -270,7 +271,7 @@ def prefers_rerouting(*, samples: int, step_s: float, transition_s: float, rerou
     """Return whether rerouting trains at least as much as a re-partition by (B / t_step) (D - t_transition) / D.
 
     Args:
-        samples: of a step (B).
+        samples: The samples of a step (B).
         step_s: seconds of a step after the re-partition; infinite if there is none.
         transition_s: seconds of its transition; rerouting takes none.
         rerouted_s: seconds of a step after rerouting; infinite if that is not possible.

@@ -59,7 +59,7 @@ class Layout:
 
     Attributes:
         pipelines: cut points and micro-batches of each.
-        recompute: whether all workers recompute activations.
+        recompute: True if all workers recompute activations.
         estimate_s: seconds of a step by the planner's own estimate.
     """
 
@@ -201,7 +201,7 @@ def equal_layouts(costs: CostModel, *, split_backward: bool) -> list[FoundPlan]:
 
     Args:
         costs: costs of the workload on the live workers.
-        split_backward: whether plans run our programs with split backward, and not 1F1B.
+        split_backward: True if plans run our programs with split backward, and not 1F1B.
     """
     found: dict[int, FoundPlan] = {}
     for used in range(len(costs.cluster.workers), 0, -1):

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _BOUNDARY_BYTES: Final = 4096
 _GRADIENT_BYTES: Final = 65536
 _GRADIENT_ELEMENT_BYTES: Final = 4
-_ACTIVATION_ELEMENT_BYTES: Final = {"fp32": 4, "bf16": 2}  # by precision
+_ACTIVATION_ELEMENT_BYTES: Final = {"fp32": 4, "bf16": 2}
 _SAMPLES: Final = 1 << 16
 
 

@@ -1,8 +1,7 @@
-"""Building a job's layers, seeding their forwards, and finding the sizes of their states.
+"""Building a job's layers, seeding their forwards, finding the sizes of their states, and noticing changes.
 
-The global random generators beside torch's, which no worker seeds.
-
-Digests of all that an object keeps, by which a change is noticed: of a layer beside its state, and of a loss.
+Changes are noticed by digests of all that a layer keeps beside its state, or a loss, and by the global random
+generators beside torch's, which no worker seeds.
 """
 
 from __future__ import annotations
@@ -27,8 +26,6 @@ from chameleon_ft.keys import generator_lock, init_key, step_key
 from chameleon_ft.models.precision import cast_layer
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from chameleon_ft.job import Job
 
 
@@ -73,7 +70,8 @@ def digests_beside_state(module: nn.Module) -> dict[str, bytes]:
     own = {**state, **{id(part): f"module {name}" for name, part in module.named_modules()}}
     found: dict[str, bytes] = {}
     for path, part in module.named_modules():
-        if type(part).__module__.startswith("torch._dynamo"):  # of torch.compile, which changes it at its first run
+        # `torch.compile` changes its own at its first run.
+        if type(part).__module__.startswith("torch._dynamo"):
             continue
         forward: Any = type(part).forward
         names = forward.__code__.co_names if isinstance(forward, FunctionType) else ()

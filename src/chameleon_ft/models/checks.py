@@ -1,6 +1,6 @@
-"""Checks of the functions of a job by a call or two of each, before any worker is started.
+"""Checks of the functions of a job before any worker is started, by a call or two of each.
 
-The outputs of a job's layers, found by running them, and what a forward may not do.
+Running the layers once gives their outputs, and shows whether a forward does what it may not do.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from threading import Timer
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -40,14 +40,9 @@ from chameleon_ft.models.build import (
 from chameleon_ft.models.job_record import sketch
 from chameleon_ft.models.precision import cast_layer, kept_by_name, loss_of, terms_of
 
-if TYPE_CHECKING:
-    from torch import nn
-
-    from chameleon_ft.job import Job
-
-
 _CPU, _META = torch.device("cpu"), torch.device("meta")
-_ROUNDING: Final = 1e-3  # relative, at least; some kernels of accelerators sum in any order
+# Least relative tolerance: some kernels of accelerators sum in any order.
+_ROUNDING: Final = 1e-3
 
 
 def boundary_specs(
@@ -85,7 +80,8 @@ def boundary_specs(
         return tuple(BoundarySpec(spec.shape, cast.get(spec.dtype, spec.dtype)) for spec in stated)
     boundary = inputs.to(device)
     specs: list[BoundarySpec] = []
-    outputs: dict[tuple[int, BoundarySpec, bool], torch.Tensor] = {}  # the blocks of a model mostly share one factory
+    # The blocks of a model mostly share one factory.
+    outputs: dict[tuple[int, BoundarySpec, bool], torch.Tensor] = {}
     for layer, factory in enumerate(job.layers):
         key = (id(factory), BoundarySpec.of(boundary), layer == 0)
         if key not in outputs:
@@ -98,7 +94,8 @@ def boundary_specs(
 
 def _first_inputs(job: Job, micro_batch_size: int, seed: int) -> torch.Tensor:
     order = SampleOrder(len(job.dataset), seed)
-    sample: Any = read_sample(job.dataset, order.ids(0, 1)[0], seed=seed)  # a user's dataset may hold anything
+    # A user's dataset may hold anything.
+    sample: Any = read_sample(job.dataset, order.ids(0, 1)[0], seed=seed)
     match sample:
         case (torch.Tensor(), torch.Tensor()):
             pass
@@ -131,10 +128,12 @@ def _output(job: Job, layer: int, boundary: torch.Tensor, *, seed: int, hints: l
         name += f" with {kept[0]!r} in float32 by fp32_modules"
     if layer:
         boundary = boundary.requires_grad_(boundary.is_floating_point() or boundary.is_complex())
-    given, boundary = boundary, boundary.clone()  # no leaf, so a layer that changes it in place runs, and is refused
+    # The clone is no leaf, so that a layer which changes it in place runs, and is refused.
+    given, boundary = boundary, boundary.clone()
     state, beside = marks_of_state(module), digests_beside_state(module)
     run = partial(_run, module, name=name, layer=layer, seed=seed)
-    with generator_lock:  # another thread may read a sample, for which it seeds them
+    # Another thread may read a sample, for which it seeds the generators.
+    with generator_lock:
         generators = OtherGenerators()
         output = run(boundary)
         used = generators.used_since()
@@ -224,7 +223,8 @@ def _without_gradient(module: nn.Module, given: torch.Tensor, output: torch.Tens
             with generator_lock:
                 output.backward(torch.zeros_like(output))
     except Exception:
-        if output.is_meta:  # not all operations can run there
+        # Not all operations can run on the meta device.
+        if output.is_meta:
             return set()
         raise
     idle = {name for name, each in module.named_parameters() if each.requires_grad and each.grad is None}
@@ -261,7 +261,8 @@ def untracked_leaf(
     """Return a tensor beside `own` that a backward of `output` would add a gradient to; `run` computes it again."""
     known = set(map(id, own))
     strange = {id(leaf): leaf for leaf in _leaves_of(output) if id(leaf) not in known}
-    again = {id(leaf) for leaf in _leaves_of(run())} if strange else set()  # one that is made in it is another then
+    # A tensor that is made by `run` is another one in the second run.
+    again = {id(leaf) for leaf in _leaves_of(run())} if strange else set()
     return next((leaf for key, leaf in strange.items() if key in again), None)
 
 
@@ -311,11 +312,15 @@ def _is_close(output: torch.Tensor, again: Any) -> bool:
     return torch.allclose(output, again, rtol=rounding, atol=rounding * largest, equal_nan=True)
 
 
-_ALIKE: Final = 1e-3  # relative
-_READ_SAMPLES: Final = 4  # at least, each twice before a run, which may be slow to read
-_RECORDED_SAMPLES: Final = 64  # at most, within this time
+# Relative difference up to which two losses count as equal.
+_ALIKE: Final = 1e-3
+# Samples that are read twice before a run at least; they may be slow to read.
+_READ_SAMPLES: Final = 4
+# Samples that are recorded at most, within `_READING_S`.
+_RECORDED_SAMPLES: Final = 64
 _READING_S: Final = 1.0
-_TOLD_S: Final = 10.0  # after which a single read is reported, as in a run
+# Seconds after which a single read is reported, as in a run.
+_TOLD_S: Final = 10.0
 
 
 class SampleReads:
@@ -385,7 +390,8 @@ def check_separate_parameters(job: Job) -> None:
     Raises:
         ConfigError: two layers have the same trained parameter, without being tied.
     """
-    modules: list[nn.Module] = []  # kept, so that no other parameter gets the id of one
+    # Modules are kept, so that no other parameter gets the id of one of theirs.
+    modules: list[nn.Module] = []
     places: dict[int, tuple[int, str]] = {}
     builds: dict[int, int] = defaultdict(int)
     for layer, factory in enumerate(job.layers):
@@ -458,7 +464,8 @@ def check_loss(
                 "trained; compute it from the output, without detach() or no_grad()"
             )
         hints: tuple[str, ...] = ()
-        with contextlib.suppress(Exception):  # of any class: the loss takes no other shapes
+        # The error may be of any class: the loss takes no other shapes.
+        with contextlib.suppress(Exception):
             hints = _hints(job, made.detach(), targets, float(loss.detach()), terms)
     return ["loss and terms", float(loss.detach()), terms], hints
 
@@ -505,7 +512,8 @@ def check_learning_rate(job: Job) -> None:
         raise ConfigError(
             f"`learning_rate` returned {rate!r:.60} for step 0: it returns the rate, a number of 0 or more"
         )
-    kept = digest(job.learning_rate)  # with its caches
+    # The digest includes caches of the schedule.
+    kept = digest(job.learning_rate)
     if job.learning_rate(0) != rate or digest(job.learning_rate) != kept:
         raise ConfigError(
             "`learning_rate` depends on how often it has been called, which differs between workers; compute the rate "

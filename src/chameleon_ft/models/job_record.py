@@ -19,8 +19,10 @@ from chameleon_ft.job_record import Fact, JobRecord
 from chameleon_ft.models.build import build_on_meta
 from chameleon_ft.models.optimizer import ModelOptimizer, names_of_state
 
-_RATES: Final = (0, 1, 10, 100, 1_000, 10_000, 100_000)  # steps
-_LONGEST: Final = 1 << 20  # elements of a sketch of numbers
+# Steps whose rates are recorded.
+_RATES: Final = (0, 1, 10, 100, 1_000, 10_000, 100_000)
+# Largest number of elements in a sketch of numbers.
+_LONGEST: Final = 1 << 20
 _PROJECTIONS: Final = 8
 _NOT_OWN: Final = (Path(sysconfig.get_path("stdlib")).resolve(), Path(chameleon_ft.__file__).resolve().parent)
 
@@ -64,7 +66,8 @@ def sketch(tensor: torch.Tensor) -> list[str | float]:
 
 
 def _layers(job: Job) -> dict[str, Fact]:
-    described: dict[int, str] = {}  # the blocks of a model mostly share one factory
+    # The blocks of a model mostly share one factory.
+    described: dict[int, str] = {}
     for layer, factory in enumerate(job.layers):
         if id(factory) not in described:
             module = build_on_meta(job, layer)

@@ -2,11 +2,7 @@
 
 Grouped-query attention with rotary positions, root-mean-square norms and SwiGLU feed-forward, all without biases; the
 head may be tied to the embedding (`tied_parameters`). Parameters correspond one to one to those of transformers'
-``LlamaForCausalLM`` (see `chameleon_ft.models.llama`).
-
-The job of `chameleon train`: a Llama on tokens.
-
-Conversion of weights from and to the names of transformers' ``LlamaForCausalLM``.
+``LlamaForCausalLM``, from and to whose names weights are converted. The job of `chameleon train` is a Llama on tokens.
 """
 
 from __future__ import annotations
@@ -28,8 +24,6 @@ from chameleon_ft.models.recomputation import recomputable
 from chameleon_ft.optim import adamw, warmup_cosine
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from chameleon_ft.config import LlamaConfig, TrainConfig
 
 
@@ -288,7 +282,8 @@ def from_hugging_face(state: Mapping[str, Tensor], layer: int, num_blocks: int) 
     """
     names = _names(layer, num_blocks)
     if layer == num_blocks + 1 and _HEAD["output.weight"] not in state:
-        names = {**names, "output.weight": _EMBEDDING["tokens.weight"]}  # the state dict omits a tied head
+        # The state dict omits a tied head.
+        names = {**names, "output.weight": _EMBEDDING["tokens.weight"]}
     _require_same(set(names.values()), set(names.values()) & set(state), f"the weights for layer {layer}")
     return {name: state[theirs] for name, theirs in names.items()}
 

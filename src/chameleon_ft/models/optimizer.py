@@ -6,14 +6,10 @@ optimizer holds, group by group, the parameters or slices that a worker updates 
 same on every worker, and the optimizer, with what it counts and what is attached to it, lives as long as its worker
 trains.
 
-Values that an optimizer keeps besides the state of parameters: in groups, on itself, and in what is attached to it.
-
-Schedulers of learning rates and other hooks belong to it. Only values that training has changed count, so that a
-constant that is edited between two runs of a job takes effect.
-
-The check that workers with some of the parameters, and after a restart, make the update of a plain loop.
-
-Whether an optimizer updates each element of a parameter by itself, so that workers can divide an update.
+An optimizer keeps values besides the state of parameters: in groups, on itself, and in hooks or schedulers that are
+attached to it. Only values that training has changed count, so that a constant that is edited between two runs of a job
+takes effect. Checks find out whether workers with some of the parameters, and after a restart, make the update of a
+plain loop, and whether elements are updated by themselves, so that workers can divide an update.
 """
 
 from __future__ import annotations
@@ -40,7 +36,7 @@ from chameleon_ft.optim import rate_shares
 
 _SCALARS: Final = (type(None), bool, int, float, complex, str, bytes, torch.dtype)
 _OPAQUE: Final = (*_SCALARS, Tensor, nn.Module, type, ModuleType, torch.device, torch.Generator)
-_PARAMS: Final = "params"  # of a group
+_PARAMS: Final = "params"
 
 Values = Mapping[tuple[str, Any], Any]
 """(Path of a container, key in it) -> value."""
@@ -107,7 +103,8 @@ class OptimizerValues:
 
     def _objects(self) -> Iterator[tuple[str, Any, Any]]:
         """Yield all that belongs to the optimizer, each once, by path, with the container that it is or has."""
-        seen: dict[int, Any] = {}  # kept, so that no other gets the id of one
+        # Values are kept, so that no other gets the id of one.
+        seen: dict[int, Any] = {}
         waiting = deque[tuple[str, Any]]([("optimizer", self._optimizer)])
         while waiting:
             path, value = waiting.popleft()
@@ -188,7 +185,8 @@ def _named(parts: Mapping[Any, Any]) -> list[tuple[str, Any]]:
 def _pairs(container: Any) -> Iterator[tuple[Any, Any]]:
     """Yield the keys and values of a dictionary, a list or a cell, without the parameters of a group."""
     if isinstance(container, CellType):
-        with contextlib.suppress(ValueError):  # it is empty
+        # The cell may be empty.
+        with contextlib.suppress(ValueError):
             yield 0, container.cell_contents
     elif isinstance(container, list):
         yield from enumerate(container)
@@ -252,7 +250,7 @@ class ModelOptimizer:
     Attributes:
         torch: the optimizer, of which only `hold` changes the parameters.
         values: that it keeps besides the state of parameters.
-        parameters: those of the model, without values, by place. Tied ones are one.
+        parameters: The parameters of the model, without values, by place. Tied ones are one.
 
     Raises:
         ConfigError: the factory returns no optimizer, one of other parameters, or reads values of parameters.
@@ -306,7 +304,8 @@ class ModelOptimizer:
             for group, share in zip(self.torch.param_groups, self._shares, strict=True):
                 group["lr"] = rate * share
         self.torch.step()
-        if rate is not None:  # so that rates are nothing that the optimizer keeps
+        # The rates go back to what they were, so that they are no values that the optimizer keeps.
+        if rate is not None:
             for group, before in zip(self.torch.param_groups, own, strict=True):
                 group["lr"] = before
 
@@ -402,8 +401,9 @@ def _state_on_meta(
     return list(optimizer.torch.state.values())
 
 
-_MAX_TRIED: Final = 16  # parameters
-_UPDATES: Final = 3  # before a restart, and after it
+_MAX_TRIED_PARAMETERS: Final = 16
+# Updates before a restart, and after it.
+_UPDATES: Final = 3
 
 
 def check_optimizer(job: Job, *, device: torch.device) -> None:
@@ -470,7 +470,7 @@ class _SmallOptimizer:
             for place, each in model.parameters.items():
                 if each.requires_grad:
                     kinds.setdefault((id(model.group_of(place)), each.ndim > 1), place)
-            places = list(kinds.values())[:_MAX_TRIED]
+            places = list(kinds.values())[:_MAX_TRIED_PARAMETERS]
         shapes = {place: (2,) * model.parameters[place].ndim for place in places}
         self.parts = {
             place: parameter_like(each, torch.ones(shape, dtype=each.dtype, device=device))

@@ -25,7 +25,7 @@ def cast_layer(module: nn.Module, precision: Precision, *, is_first: bool) -> di
     The masters have the values that the parameters had before. Under fp32 the layer stays as it is, without masters.
 
     Args:
-        is_first: whether the layer gets the inputs of the dataset, which are cast, too.
+        is_first: True if the layer gets the inputs of the dataset, which are cast, too.
     """
     if not precision.is_lower:
         return {}
@@ -34,7 +34,8 @@ def cast_layer(module: nn.Module, precision: Precision, *, is_first: bool) -> di
     masters: dict[int, nn.Parameter] = {}
     _cast(module, "", precision, masters)
     if kept_by_name(module, precision):
-        module.register_forward_hook(_output_in_bfloat16)  # which a tensor in float32 may have made float32
+        # A tensor in float32 may have made the output float32.
+        module.register_forward_hook(_output_in_bfloat16)
     return {name: masters[id(each)] for name, each in module.named_parameters() if id(each) in masters}
 
 
@@ -64,7 +65,8 @@ def loss_and_terms(job: Job, output: Tensor, targets: Tensor) -> tuple[Tensor, f
     """
     terms = terms_of(job, targets)
     if not terms:
-        return output.reshape(-1)[:0].sum().abs().float(), 0.0  # a sum over nothing, connected to the output
+        # A sum over nothing is connected to the output.
+        return output.reshape(-1)[:0].sum().abs().float(), 0.0
     return loss_of(job, output, targets), terms
 
 

@@ -74,7 +74,8 @@ class _Layer:
         part, _, version = self.parts.get(tensor.untyped_storage().data_ptr(), (None, None, 0))
         # An output that was changed in place since differs from that of a second run.
         if part is None or tensor._version != version:
-            return tensor.data  # not `detach`, whose result keeps the graph of its base alive
+            # The result of `detach` would keep the graph of its base alive.
+            return tensor.data
         return part.save_view(tensor)
 
 
@@ -89,7 +90,8 @@ class _Saved:
 
 
 _Packed: TypeAlias = Tensor | _Saved
-_Geometry: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]  # size, stride, storage offset
+# Size, stride and storage offset of a tensor.
+_Geometry: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]
 _LAYER: ContextVar[_Layer | None] = ContextVar("_LAYER", default=None)
 
 
@@ -120,12 +122,14 @@ class _Part:
         # Weak references: a placeholder lives as long as the graph that may need its tensor.
         self._saved: list[weakref.ref[_Saved]] = []
         self._views: list[tuple[weakref.ref[_Saved], _Geometry]] = []
-        self._random_states: list[Tensor] = []  # before the first run; empty if it drew no random numbers
+        # The states before the first run; empty if it drew no random numbers.
+        self._random_states: list[Tensor] = []
 
     def run(self, inputs: tuple[Tensor, ...]) -> Tensor:
         """Run the function for the first time."""
         before = self._get_random_states()
-        token = _LAYER.set(None)  # parts of a part run again with it
+        # Parts of a part run again with the whole.
+        token = _LAYER.set(None)
         try:
             with saved_tensors_hooks(self._save, _unpack):
                 output = self._function(*inputs)

@@ -1,7 +1,4 @@
-"""The input of a decision.
-
-Courses: all that is needed to carry out a proposal, and drafts of them that fit the memory of their workers.
-"""
+"""The input of a decision, and courses: all that is needed to carry out a proposal."""
 
 from __future__ import annotations
 
@@ -37,18 +34,18 @@ class DecisionContext:
         phases: the expected stall without transfers.
         repeat_s: repeated work of the interrupted step, in seconds; see `TransitionEstimate`.
         restart_cost_s: seconds of a return to a checkpoint, without the steps since that checkpoint.
-        has_checkpoints: whether there is a checkpoint if a layer loses its last holder; if not, the run ends then.
+        has_checkpoints: True if there is a checkpoint if a layer loses its last holder; if not, the run ends then.
         step_factor: measured seconds of a step over those that its operations explain; applies to all predicted steps.
         transfer_factor: measured seconds of transfers over those that messages and links explain; likewise.
-        measured_migration_factor: the same of migrations; None if none has been measured.
+        measured_migration_factor: The same ratio for migrations; None if none has been measured.
         effort: effort of `find_plan`; with 0, `search.reroute` does not search either.
         holdings: the layers that live workers hold, if these are more than their part of the plan: an interrupted
             transfer leaves layers that need not be sent again.
         checkpoints: how often checkpoints are written, if at all.
         snapshots: to which all go back, instead of a checkpoint, if a layer loses its last holder; None if there are
             none.
-        migrates: whether layers move while training continues, under the first plan that needs none of them.
-        salvages: whether a step that a loss interrupts is completed, so that a loss costs the time in which peers do
+        migrates: True if layers move while training continues, under the first plan that needs none of them.
+        salvages: True if a step that a loss interrupts is completed, so that a loss costs the time in which peers do
             the work of the lost worker.
         leaving: workers that are to leave: no plan may need them, but until then they hold and send their layers. They
             are not in the cluster of `costs`, and count as lost.

@@ -10,16 +10,15 @@ the run:
   burst may follow; otherwise the wait is that of a Poisson process of unknown rate.
 
 The prior mean of the exponent lies between two measured values, 3.9 of a production cluster and 2.7 of spot instances;
-the prior share of bursts is that of the production cluster (docs/traces.md).
-
-The probability that workers or hosts that are lost together are the last with some layer, or its optimizer state.
+the prior share of bursts is that of the production cluster (docs/traces.md). `LossRisk` gives the probability that
+workers or hosts that are lost together are the last with some layer, or its optimizer state.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from itertools import groupby
@@ -161,20 +160,6 @@ class LossRisk:
     share_per_peer: float = 0.0
 
     @classmethod
-    def of(cls, holders: Collection[Collection[int]], hosts: Mapping[int, str], owners: int | None = None) -> LossRisk:
-        """Return the risk of layers.
-
-        Args:
-            holders: for each layer, the workers that hold it.
-            hosts: the host of each live worker, including workers that hold nothing.
-            owners: of a slice of a layer's optimizer state, in a new layout of slices; None: each holder has all of it.
-        """
-        numbers = host_numbers(hosts)
-        rings = [by_host(np.array(sorted(layer), dtype=np.int64), numbers) for layer in holders]
-        num_hosts = len(set(hosts.values()))
-        return cls.of_rings(rings, numbers, num_workers=len(hosts), num_hosts=num_hosts, owners=owners)
-
-    @classmethod
     def of_rings(
         cls,
         rings: Sequence[NDArray[np.int64]],
@@ -192,7 +177,8 @@ class LossRisk:
             rings: for each layer, the workers that hold it.
             numbers: `host_numbers` of these workers, and maybe of others.
             num_workers, num_hosts: that can be lost.
-            owners: see `of`.
+            owners: The number of owners of a slice of a layer's optimizer state in a new layout; None if each has
+                all of it.
         """
         own = HolderSets.of((ring.tolist() for ring in rings), num_workers)
         of_workers, on_hosts = own, None
@@ -220,8 +206,17 @@ def by_host(workers: NDArray[np.int64], numbers: NDArray[np.int64]) -> NDArray[n
 
 
 def risk_of(placement: Placement, hosts: Mapping[int, str], owners: int | None = None) -> LossRisk:
-    """Return the risk of a placement in which every layer has a holder; see `LossRisk.of`."""
-    return LossRisk.of({placement.holders(layer) for layer in range(placement.num_layers)}, hosts, owners)
+    """Return the risk of a placement in which every layer has a holder.
+
+    Args:
+        placement: The holders of the layers.
+        hosts: The host of each live worker, including workers that hold nothing.
+        owners: See `LossRisk.of_rings`.
+    """
+    numbers, num_hosts = host_numbers(hosts), len(set(hosts.values()))
+    holders = {placement.holders(layer) for layer in range(placement.num_layers)}
+    rings = [by_host(np.array(sorted(layer), dtype=np.int64), numbers) for layer in holders]
+    return LossRisk.of_rings(rings, numbers, num_workers=len(hosts), num_hosts=num_hosts, owners=owners)
 
 
 # Incidents with shorter gaps may belong to one burst.
@@ -452,7 +447,7 @@ class FailureModel:
 
         Args:
             workers: number of live workers.
-            after_incident: whether an incident has just happened.
+            after_incident: True if an incident has just happened.
         """
         horizon_s = self.horizon_s(workers)
         burst_s = min(_BURST_S / 2, horizon_s)

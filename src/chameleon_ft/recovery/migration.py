@@ -14,7 +14,8 @@ from chameleon_ft.recovery.waves import Wave, present_draft, waves_to
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.transfer import pull_s, sums_s
 
-_HOLD_FACTOR: Final = 2.0  # a vote waits no longer than until all have arrived: this is for layers that never do
+# A vote waits until all layers have arrived; this bounds the wait for layers that never do.
+_HOLD_FACTOR: Final = 2.0
 _STEPS_BETWEEN: Final = 1
 """Steps between two waves: by the commit of one, all workers have dropped what the next wave needs memory for."""
 
@@ -36,7 +37,8 @@ def with_migrations(
         return list(measured)
     stall_s, present = first[0].stall_s, first[1]
     if context.leaving and len(context.lost) == len(context.leaving):
-        present = present_draft(context)  # workers that leave train until then
+        # Workers that leave train until the migration ends.
+        present = present_draft(context)
     return [(_migrating(own, draft, stall_s, present, context), draft) for own, draft in measured]
 
 
@@ -82,12 +84,19 @@ def _migrating(
 
 
 class Pace(NamedTuple):
-    """How the layers of a wave move."""
+    """How the layers of a wave move.
 
-    moves_s: float  # seconds that they take on their links
-    step_s: float  # seconds of a step meanwhile
-    seconds: float  # until all have arrived
-    hold_s: float = 0.0  # for which the vote of the first step may wait for them; 0 if they move beside steps
+    Attributes:
+        moves_s: Seconds that they take on their links.
+        step_s: Seconds of a step meanwhile.
+        seconds: Seconds until all have arrived.
+        hold_s: Seconds for which the vote of the first step may wait for them; 0 if they move beside steps.
+    """
+
+    moves_s: float
+    step_s: float
+    seconds: float
+    hold_s: float = 0.0
 
 
 def pace_of(wave: Wave, context: DecisionContext) -> Pace:

@@ -1,7 +1,4 @@
-"""A proposal of a policy.
-
-Plans of a search on the workers that already hold most of what they need.
-"""
+"""A proposal of a policy, and the plans of a search on the workers that hold most of what they need already."""
 
 from __future__ import annotations
 
@@ -35,9 +32,9 @@ class Proposal:
         name: the kind of plan; different for every proposal of a policy.
         plan: the plan, on live workers; None if there is none.
         in_flight_limits: the most that its workers can keep; workers that are left out are not bounded.
-        from_checkpoint: whether the state comes from a checkpoint, and not from other workers.
+        from_checkpoint: True if the state comes from a checkpoint, and not from other workers.
         reason: why there is no plan; None if there is one.
-        schedules: of its pipelines, if a search has found them already, for `best_parts`.
+        schedules: The schedules of its pipelines, if a search has found them already, for `best_parts`.
 
     Raises:
         PlanError: both a plan and a reason, or neither.

@@ -5,9 +5,7 @@ no worker can send that again, the input gradient down to the lowest missing lay
 are missing. On its own route a micro-batch uses all that survivors hold of it, so pipelines without a lost worker
 continue where they were. A micro-batch whose route has lost a worker takes, of its own route with peers in the lost
 places and the routes of other pipelines, the one that leaves the least load on its busiest worker. Peers share the lost
-places evenly.
-
-The fastest program that completes an interrupted step.
+places evenly. Of several ways to complete the step, the fastest program is taken.
 """
 
 from __future__ import annotations
@@ -73,7 +71,7 @@ def salvage(
     Args:
         plan: the interrupted plan, lost workers included.
         progress: every surviving worker of the plan -> what it holds of the step.
-        costs: of these workers at least.
+        costs: The costs on these workers at least.
         tied: the sets of layers that share parameters.
         before: the rest of this step that was interrupted itself, if it was one.
     """
@@ -116,7 +114,7 @@ class _Held:
     """Holdings of all survivors together.
 
     Attributes:
-        progress: of every survivor.
+        progress: The progress of every survivor.
         begun: micro-batches of which some survivor has run an operation.
         sources: gradients whose sum is known -> the first worker that holds it.
     """
@@ -251,7 +249,13 @@ class _Work:
         """Choose the route of a micro-batch."""
         scored = [self._scored(micro_batch, hops) for hops in options]
         if len(scored) > 1:
-            scored.sort(key=lambda each: (self._busiest_s(each[1]), sum(each[1].values())))
+
+            def work_s(each: tuple[object, Mapping[int, float]]) -> tuple[float, float]:
+                """Return the seconds of the busiest worker, and those of all workers together."""
+                busiest_s = max(self._load_s[worker] + own_s for worker, own_s in each[1].items())
+                return busiest_s, sum(each[1].values())
+
+            scored.sort(key=work_s)
         hops, seconds = scored[0]
         for worker, own_s in seconds.items():
             self._load_s[worker] += own_s
@@ -321,9 +325,6 @@ class _Work:
             kinds = kinds_of(hop, self._plan)
             self._remaining_s[key] = math.fsum(self._compute_s(hop.worker, kind, hop.layers) for kind in kinds)
         return self._remaining_s[key]
-
-    def _busiest_s(self, seconds: Mapping[int, float]) -> float:
-        return max(self._load_s[worker] + own_s for worker, own_s in seconds.items())
 
 
 def _parts(layers: LayerRange, survivors: Placement, *, cut: bool) -> Iterator[tuple[LayerRange, tuple[int, ...]]]:

@@ -1,6 +1,6 @@
-"""Scoring: predictions for proposals, and the choice among them.
+"""Scoring: predictions for proposals, and the rule that ranks them.
 
-The rule that ranks plans: expected steps until the next incident, less the expected cost of that incident.
+A plan is worth its expected steps until the next incident, less the expected cost of that incident.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from chameleon_ft.cost.memory import workload_memory
 from chameleon_ft.cost.snapshots import snapshots_fit
 from chameleon_ft.cost.transition import TransitionEstimate, received_layers, state_bytes
 from chameleon_ft.errors import NoHolderError
-from chameleon_ft.plan import Plan
 from chameleon_ft.quantities import ROUNDING, data_size
 from chameleon_ft.recovery.checkpoints import Checkpoints, Snapshots, expected_unsaved_s
 from chameleon_ft.recovery.context import CourseDraft, DecisionContext
@@ -53,8 +52,8 @@ class Prospect:
         reference_step_s: seconds of a step at which lost time is charged, whatever the plan.
         exposed: probability that the incident takes all holders of some layer if it comes during the stall, while the
             present placement is in force.
-        has_checkpoints: whether there is a checkpoint to return to; if not, the run ends.
-        salvages: whether a step that a loss interrupts is completed.
+        has_checkpoints: True if there is a checkpoint to return to; if not, the run ends.
+        salvages: True if a step that a loss interrupts is completed.
         snapshots: that take the place of checkpoints as long as some workers are left; None if there are none.
     """
 
@@ -83,20 +82,15 @@ class Prospect:
         salvages: bool = False,
         snapshots: Snapshots | None = None,
     ) -> Prospect:
-        """Return the prospect of a number of live workers.
+        """Return the prospect of a number of live workers. Without checkpoints, a return loses all training so far.
 
         Args:
             failures: the failure model; the latest failures are counted.
             workers: number of live workers.
-            after_incident: whether some have just been lost.
+            after_incident: True if some have just been lost.
             held: which workers and hosts hold the layers now; None if some layer has no holder, so that there is
                 nothing to lose.
-            restart_cost_s: seconds of a return to a checkpoint without the steps since that checkpoint.
-            checkpoints: how often they are written, if at all.
-            reference_step_s: seconds of a step of workers that are never idle.
-            has_checkpoints: whether there is one. If not, a return loses all that the run has trained so far.
-            salvages: whether a step that a loss interrupts is completed.
-            snapshots: that are taken, if any.
+            restart_cost_s, checkpoints, reference_step_s, has_checkpoints, salvages, snapshots: The attributes.
         """
         return cls(
             failures=failures,
@@ -144,8 +138,8 @@ class Prospect:
             step_s: seconds of a step.
             stall_s: seconds until training resumes, repeated work of the interrupted step included.
             fatal: probability that the next incident takes all holders of some layer once the plan is reached.
-            from_checkpoint: whether its state is read from a checkpoint.
-            has_snapshots: whether snapshots are taken once it is reached, if there are any.
+            from_checkpoint: True if its state is read from a checkpoint.
+            has_snapshots: True if snapshots are taken once it is reached, if there are any.
             total_loss: probability that the incident takes all workers. The restart after it is the same for all plans
                 and left out, unlike the repeated steps.
             share_per_peer: see `HolderSets.share_per_peer`.
@@ -205,12 +199,12 @@ class Candidate:
             steps.
         delay_s: seconds by which the present step takes longer because layers arrive in it.
         waves: in how many waves; zero for none. See `waves_to`.
-        needs_switch: whether a switch comes before the first layers move: it takes in workers without layers, or makes
+        needs_switch: True if a switch comes before the first layers move: it takes in workers without layers, or makes
             room with fewer micro-batches in flight.
         moved_bytes: parameters and optimizer state that workers receive, or read.
         risk: which workers and hosts hold the layers.
-        from_checkpoint: whether the state is read from a checkpoint.
-        has_snapshots: whether snapshots are taken under it, if the run takes any.
+        from_checkpoint: True if the state is read from a checkpoint.
+        has_snapshots: True if snapshots are taken under it, if the run takes any.
         fatal_share: probability that the next incident makes a return to a checkpoint necessary.
         return_s: expected seconds of that return, repeated work included.
         shared_s: expected seconds by which the step that the incident interrupts takes longer; see `Expected`.
@@ -298,26 +292,25 @@ def measure(proposal: Proposal, context: DecisionContext) -> tuple[Candidate, Co
         stall_s = TransitionEstimate(phases=context.phases, transfer_s=moves_s, repeat_s=context.repeat_s).lost_s
     # The running plan fits, whatever the estimate.
     missing = None if stays else _describe_missing(estimate.over_capacity(context.costs), "in a step")
+    workload, snapshots = context.costs.workload, context.snapshots
+    if transfer is None:
+        held = (own for ranges in plan.placement.ranges.values() for own in ranges)
+        moved_bytes = sum(state_bytes(workload.layers[layer]) for own in held for layer in own)
+    else:
+        moved_bytes = transfer.total_bytes
     candidate = Candidate(
         policy=proposal.name,
         step_s=estimate.step_s * context.step_factor,
         peak_bytes=max(estimate.peak_bytes.values()),
         stall_s=stall_s,
         transfer_s=moves_s,
-        moved_bytes=_state_bytes(plan, context) if transfer is None else transfer.total_bytes,
-        risk=risk_of(plan.placement, cluster.hosts, context.costs.workload.owners),
+        moved_bytes=moved_bytes,
+        risk=risk_of(plan.placement, cluster.hosts, workload.owners),
         from_checkpoint=proposal.from_checkpoint,
-        has_snapshots=_has_snapshots(plan, context),
+        has_snapshots=snapshots is None or snapshots_fit(plan.placement, workload, cluster.hosts, snapshots.rule),
         reason=missing or _describe_missing(missing_in_transfer(transfer, context), "while layers move"),
     )
     return candidate, None if missing else replace(draft, transfer=transfer)
-
-
-def _has_snapshots(plan: Plan, context: DecisionContext) -> bool:
-    if context.snapshots is None:
-        return True
-    costs = context.costs
-    return snapshots_fit(plan.placement, costs.workload, costs.cluster.hosts, context.snapshots.rule)
 
 
 def remeasure(candidate: Candidate, *, before: DecisionContext, now: DecisionContext) -> Candidate:
@@ -362,7 +355,7 @@ def score(candidates: Sequence[Candidate], prospect: Prospect, *, samples: int) 
     Args:
         candidates: the feasible ones have a step time, a stall and a risk.
         prospect: what lies ahead, whichever is chosen.
-        samples: of a step.
+        samples: The samples of a step.
     """
 
     def scored(candidate: Candidate) -> Candidate:
@@ -452,11 +445,3 @@ def missing_in_transfer(transfer: Transfer | None, context: DecisionContext) -> 
             if (short := held + received - cluster.capacity_bytes(worker)) > 0:
                 missing[worker] = short
     return missing
-
-
-def _state_bytes(plan: Plan, context: DecisionContext) -> int:
-    """Return the bytes of parameters and optimizer state of all copies of the layers."""
-    layers = context.costs.workload.layers
-    return sum(
-        state_bytes(layers[layer]) for ranges in plan.placement.ranges.values() for own in ranges for layer in own
-    )

@@ -34,7 +34,7 @@ class LossClass:
         lost: the workers of the representative loss, ascending.
         symmetries: for the workers of each loss, a symmetry that maps `lost` to them: worker -> worker, for all live
             ones.
-        of_hosts: whether each loss is that of a host.
+        of_hosts: True if each loss is that of a host.
     """
 
     lost: tuple[int, ...]
