@@ -159,5 +159,6 @@ def chameleon(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.Ca
         monkeypatch.setattr(f"chameleon_ft.launch.{name}", function)
     monkeypatch.setattr("chameleon_ft.launch.live_run.require_coordinator", command_line.require_coordinator)
     monkeypatch.delenv("CHAMELEON_TOKEN", raising=False)
+    monkeypatch.setenv("COLUMNS", "80")  # of boxes around messages, which are as wide as the terminal
     monkeypatch.chdir(tmp_path)
     return command_line

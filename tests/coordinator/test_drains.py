@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from chameleon_ft.config import Parallel, PolicyName, Recovery
-from chameleon_ft.protocol.messages import Discard, Drain, Exit, Message, Migrate, Spawn
-from tests.coordinator.newcomers import RESPAWNING, considered, until, watched
+from chameleon_ft.protocol.messages import Discard, Drain, Exit, Message, Migrate, Prepare, Spawn
+from tests.coordinator.newcomers import RESPAWNING, STEADY, considered, until, watched
 from tests.coordinator.stage import Puppet, Stage, play, scene
 
 
@@ -108,3 +108,18 @@ def test_layers_of_a_drained_worker_do_not_migrate_with_nccl(tmp_path: Path, pol
         "recovery": Recovery(policy=policy),
     }
     play(tmp_path, leave, **{**RESPAWNING, **changes})
+
+
+@scene(**{**STEADY, "parallel": Parallel(dp=1, pp=4)})
+async def test_a_worker_that_is_needed_stays(stage: Stage) -> None:
+    async with watched(stage):
+        stage.train()
+        drained(stage, 1)
+        await until(lambda: stage.events("drain_failed"))
+        stage.commit(3)
+    (event,) = stage.events("drain_failed")
+    assert event["workers"] == [1]
+    assert "reroute: " in event["message"]
+    (decision,) = stage.events("decision")
+    assert (decision["trigger"], decision["chosen"]) == ("drain", None)
+    assert stage.ranks[0].count(Prepare) == 0

@@ -157,3 +157,20 @@ async def test_after_a_transition_the_next_loss_is_prepared_for(stage: Stage) ->
     assert (asked.plan.workers, asked.lost) == (stage.order().members, ())
     assert stage.coordinator.state.active is not None
     assert asked.plan == stage.coordinator.state.active.plan
+
+
+@scene(**THREE_PIPELINES)
+async def test_what_has_moved_is_recorded_once(stage: Stage) -> None:
+    begin_transition(stage)
+    for worker in (2, 0):
+        switch(stage, worker)
+    stage.start([2])
+    switch(stage, 3)
+    (event,) = stage.events("transition")
+    assert (event["generation"], event["workers"], event["moved_bytes"], event["transfer_s"]) == (2, 5, 700, 0.25)
+    assert event["planned_bytes"] > 0
+    (failure,) = stage.failures
+    assert failure.policy.startswith("repartition")
+    assert (failure.moved_bytes, failure.transfer_s, failure.rounds) == (700, 0.25, event["rounds"])
+    (decision,) = stage.events("decision")
+    assert decision["chosen"] == failure.policy

@@ -115,3 +115,16 @@ async def test_a_fall_back_to_a_checkpoint_has_no_prediction(stage: Stage) -> No
     assert (decision["chosen"], outcome["policy"], outcome["predicted_stall_s"]) == (None, "checkpoint", None)
     assert (outcome["steps"], outcome["measured_step_s"]) == (1, 0.3)
     assert outcome["measured_stall_s"] >= 0.1, "the step that is run again is lost"
+
+
+@scene()
+async def test_without_a_last_holder_and_without_a_checkpoint_the_run_ends(stage: Stage) -> None:
+    stage.train()
+    stage.reap(1)
+    stage.reap(3)
+    stage.quiesce(2, 3)
+    assert stage.ended is not None
+    assert stage.ended[0] == "failed"
+    assert stage.ended[1].startswith("no live worker holds layers 2-3;")
+    assert stage.ended[1].endswith("there is no complete checkpoint in this run")
+    assert {failure.policy for failure in stage.failures} == {"stop"}
