@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import pickle
 import socket
@@ -99,7 +100,7 @@ def test_of_two_that_take_a_run_over_at_once_the_second_says_that_it_is_live(
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         run.write_control(ControlAddress(address=address, token="t", pid=1))
         with refused(LiveRunError):
-            asyncio.run(continue_run(RunConfig(), run=run, beside=standby._alone, processes=FORK))
+            asyncio.run(continue_run(RunConfig(), run=run, beside=lambda *_: contextlib.nullcontext(), processes=FORK))
 
 
 @pytest.mark.parametrize("is_of_this_host", [True, False])

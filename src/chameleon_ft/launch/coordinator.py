@@ -181,7 +181,8 @@ async def serve_run(
             last=last,
             leadership=leadership,
         )
-        executor.replaced = partial(_record_replacement, recorder)
+        replaced = "the process of background work {}; another one repeats its work"
+        executor.replaced = lambda why: recorder.event("background_replaced", reason=why, message=replaced.format(why))
         # Its own journal has the whole state by now, or it begins a run anew.
         for journal in run.journals():
             if journal < run.journal_file(leadership.term):
@@ -205,11 +206,6 @@ async def serve_run(
                         return await coordinator.wait()
             finally:
                 recorder.files.submit(run.control_file, run.remove_control)
-
-
-def _record_replacement(recorder: Recorder, why: str) -> None:
-    message = f"the process of background work {why}; another one repeats its work"
-    recorder.event("background_replaced", reason=why, message=message)
 
 
 def _collect_rarely() -> None:
@@ -327,7 +323,7 @@ def stand_by(config: RunConfig, *, run: RunDirectory, host: str | None = None) -
                 start,
                 control,
                 listener=listener,
-                beside=_alone,
+                beside=lambda *_: contextlib.nullcontext(),
                 processes=FORK,
                 # Peers look for this one from now on, and not before.
                 announced=partial(print, f"standing by at {address} for the coordinator of {run.path}", flush=True),
@@ -521,8 +517,3 @@ def _refusing(listener: socket.socket, own: ControlAddress) -> Server:
         ssl=tls_context(own.tls, server=True),
         process_request=lambda connection, _: connection.respond(http.HTTPStatus.SERVICE_UNAVAILABLE, DOES_NOT_LEAD),
     )
-
-
-@asynccontextmanager
-async def _alone(*_: object) -> AsyncIterator[None]:
-    yield

@@ -114,7 +114,10 @@ def _accepted_changes(run: RunDirectory, job: JobInfo, config: RunConfig) -> tup
             f"{said} was written with other {' and '.join(topics)}: {named}; undo the change, or continue with it by "
             f"--accept-changes {' '.join(topics)}"
         )
-    kept, needed = (_state_of_optimizer(each) for each in (JobRecord.from_json(mark.get("job", {})), job.record))
+    kept, needed = (
+        frozenset(filter(None, str(record.settings.get("state of the optimizer", "")).split(", ")))
+        for record in (JobRecord.from_json(mark.get("job", {})), job.record)
+    )
     if kept and needed - kept:
         raise CheckpointError(
             f"{said} has {', '.join(sorted(kept))} of the optimizer, which now needs {', '.join(sorted(needed))}; "
@@ -123,10 +126,6 @@ def _accepted_changes(run: RunDirectory, job: JobInfo, config: RunConfig) -> tup
     if "job" not in mark:
         print(f"the checkpoint of step {step} was written by an earlier version: data and job are not compared with it")
     return tuple(each.text for each in changes)
-
-
-def _state_of_optimizer(record: JobRecord) -> frozenset[str]:
-    return frozenset(filter(None, str(record.settings.get("state of the optimizer", "")).split(", ")))
 
 
 def _profile(config: RunConfig, job: JobInfo) -> Profile | None:

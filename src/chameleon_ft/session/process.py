@@ -139,7 +139,10 @@ def main(pipe: Connection, lifeline: int) -> int:
         pipe.send(prepared.directory.path)
         pipe.recv()
         if launch.is_quiet:
-            _write_output_to(prepared.directory.logs / "session.log")
+            with (prepared.directory.logs / "session.log").open("ab") as log:
+                for output in (sys.stdout, sys.stderr):
+                    output.flush()
+                    os.dup2(log.fileno(), output.fileno())
         return prepared.start(_launcher(launch))
     except ChameleonError as error:
         pipe.send(error)
@@ -154,14 +157,6 @@ def _launcher(launch: Launch) -> Callable[..., int]:
     from chameleon_ft.launch import ray
 
     return partial(ray.train, options=ray.ClusterOptions(address=launch.ray))
-
-
-def _write_output_to(path: Path) -> None:
-    for output in (sys.stdout, sys.stderr):
-        output.flush()
-    with path.open("ab") as file:
-        for descriptor in (1, 2):
-            os.dup2(file.fileno(), descriptor)
 
 
 def _terminate(*_: object) -> NoReturn:

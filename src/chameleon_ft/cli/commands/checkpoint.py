@@ -34,13 +34,10 @@ def main(arguments: Sequence[str]) -> int:
     committed = checkpoint(run)
     print(f"a checkpoint is written after step {committed} or the next one", flush=True)
     if given.wait:
-        step = wait_until_saved(run, committed, after=before, delayed=_tell)
+        late = "the checkpoint cannot be marked as complete yet: {}; it will be as soon as possible"
+        step = wait_until_saved(run, committed, after=before, delayed=lambda why: print(late.format(why), flush=True))
         if step is None:
             print("the run is over without it")
             return 1
         print(f"the checkpoint is complete; training would resume with step {step}")
     return 0
-
-
-def _tell(why: str) -> None:
-    print(f"the checkpoint cannot be marked as complete yet: {why}; it will be as soon as possible", flush=True)
