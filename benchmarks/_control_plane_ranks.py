@@ -35,6 +35,7 @@ from websockets.asyncio.client import ClientConnection
 from websockets.exceptions import ConnectionClosed, InvalidHandshake
 
 from chameleon_ft.errors import ControlError
+from chameleon_ft.plan.vote import Vote
 from chameleon_ft.protocol.address import TOKEN_VARIABLE
 from chameleon_ft.protocol.background_tasks import BackgroundTasks
 from chameleon_ft.protocol.codec import decode, encode
@@ -64,13 +65,13 @@ from chameleon_ft.protocol.messages import (
     Welcome,
     WorkerExited,
 )
-from chameleon_ft.protocol.parts import OperationTimes, Vote
+from chameleon_ft.protocol.parts import OperationTimes
 
-_HEAD: Final = re.compile(r'\{"type":"(\w+)"(?:,"order":\{"type":"\w+")?(?:,"generation":(\d+))?')
+_HEAD: Final = re.compile(rb'\{"type":"(\w+)"(?:,"orders":\{)?,?(?:"generation":(\d+))?')
 _STEP_S: Final = 30.0  # of a step, as ranks report it; the watchdog asks nothing meanwhile
 _RETRY_S: Final = 0.5
 _PATIENCE_S: Final = 60.0
-_ADDRESS: Final = "MTAuMC4wLjE6MjkwMDA="  # what the first member of a group publishes
+_ADDRESS: Final = b"10.0.0.1:29000"  # what the first member of a group publishes
 
 
 @dataclass(slots=True)
@@ -120,12 +121,12 @@ class _Generation:
     groups: list[tuple[int, ...]]
 
     @classmethod
-    def of(cls, text: str) -> _Generation:
-        message = decode(text)
-        order = message.order if isinstance(message, Prepare) else message
-        assert isinstance(order, StartGeneration)
+    def of(cls, received: str | bytes) -> _Generation:
+        message = decode(received)
+        assert isinstance(message, StartGeneration | Prepare)
+        order = message.orders
         layers: dict[int, list[int]] = {}
-        segments = [each for each in order.unpack_segments() if not each.tied]
+        segments = [each for each in order.segments if not each.tied]
         for segment in segments:
             for worker in segment.holders:
                 layers.setdefault(worker, []).extend(segment.layers)
@@ -242,19 +243,18 @@ class Hosts:
     async def _listen(self, rank: _Rank) -> None:
         while True:
             # On a host of its own a rank reads its orders while others do. Here one process would for thousands.
-            text = await rank.connection.recv()
-            assert isinstance(text, str)
-            head = _HEAD.match(text)
+            received = await rank.connection.recv()
+            head = _HEAD.match(received.encode() if isinstance(received, str) else received)
             assert head is not None
-            match head[1]:
+            match head[1].decode():
                 case "start_generation" | "prepare":
-                    await self._ordered(rank, int(head[2]), text, prepares=head[1] == "prepare")
+                    await self._ordered(rank, int(head[2]), received, prepares=head[1] == b"prepare")
                 case "published":
                     await self._met(rank, int(head[2]))
                 case "migrate":
                     pass  # nothing moves between ranks that compute nothing
                 case _:
-                    await self._told(rank, decode(text))
+                    await self._told(rank, decode(received))
 
     async def _told(self, rank: _Rank, message: Message) -> None:
         match message:
@@ -291,7 +291,7 @@ class Hosts:
         if self._returned[term] == self.expected:
             _tell("returned", term)
 
-    async def _ordered(self, rank: _Rank, generation: int, text: str, *, prepares: bool) -> None:
+    async def _ordered(self, rank: _Rank, generation: int, received: str | bytes, *, prepares: bool) -> None:
         """Take an order, and look up where the others of this rank's groups are, as nccl does."""
         if prepares:
             rank.prepared = generation
@@ -301,7 +301,7 @@ class Hosts:
             if self._with_orders[generation] == self.expected:
                 _tell("orders", generation)
         if generation not in self._known:
-            self._known[generation] = _Generation.of(text)
+            self._known[generation] = _Generation.of(received)
         for index, group in enumerate(self._known[generation].groups):
             if group[0] == rank.worker:
                 await rank.send(Publish(generation=generation, key=f"group-{index}/0", value=_ADDRESS))

@@ -14,9 +14,10 @@ from benchmarks._sequence_diagnoses import diagnosed
 from benchmarks._sequence_strikes import Struck
 from chameleon_ft.config import TrainConfig
 from chameleon_ft.events.records import FailureRecord, StepRecord
+from chameleon_ft.recovery.generation import GenerationSpec
 from chameleon_ft.storage.checkpoints import complete_checkpoints
 from chameleon_ft.storage.files import RunDirectory
-from chameleon_ft.storage.plans import GenerationPlan, read_generation_plans
+from chameleon_ft.storage.plans import read_generation_plans
 from chameleon_ft.verify import TOLERANCES, Verification, repeat_run
 
 _GRAD_NORM_FACTOR: Final = 10  # tolerance of a gradient norm, over that of a loss
@@ -133,7 +134,7 @@ class _Records:
         self.events: Sequence[dict[str, Any]] = run.events()
         self.steps: Sequence[StepRecord] = run.steps()
         self.failures: Sequence[FailureRecord] = run.failures()
-        self.plans: dict[int, GenerationPlan] = dict(read_generation_plans(run.plans))
+        self.plans: dict[int, GenerationSpec] = dict(read_generation_plans(run.plans))
         self.summary: dict[str, Any] = json.loads(run.summary_file.read_text())
         faults = run.faults_file
         lines = faults.read_text().splitlines() if faults.exists() else []

@@ -19,8 +19,9 @@ from benchmarks._common import child, write_config
 from chameleon_ft.config import RunConfig
 from chameleon_ft.job import load_job
 from chameleon_ft.plan import Placement
+from chameleon_ft.recovery.generation import GenerationSpec
 from chameleon_ft.storage.files import RunDirectory
-from chameleon_ft.storage.plans import GenerationPlan, read_generation_plans
+from chameleon_ft.storage.plans import read_generation_plans
 from chameleon_ft.transfer import transfer_to
 from chameleon_ft.workload import LayerCost
 
@@ -122,8 +123,8 @@ def _lost(events: Sequence[Mapping[str, Any]], transition: int) -> set[int]:
 
 
 def _moved(
-    before: GenerationPlan,
-    after: GenerationPlan,
+    before: GenerationSpec,
+    after: GenerationSpec,
     event: Mapping[str, Any],
     record: Mapping[str, Any],
     tensors: Sequence[tuple[int, ...]],

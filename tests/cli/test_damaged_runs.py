@@ -14,6 +14,7 @@ import pytest
 from chameleon_ft.config import Batch, Data, Parallel, TrainConfig
 from chameleon_ft.storage.checkpoints import mark_complete
 from chameleon_ft.storage.files import ControlAddress, RunDirectory
+from chameleon_ft.storage.plans import write_generation
 from chameleon_ft.storage.timelines import TimelineLog
 from tests.cli.conftest import CommandLine
 from tests.report.live.lines import add, stepped
@@ -110,7 +111,7 @@ def run(tmp_path: Path, text: Path) -> RunDirectory:
     add(found, *EVENTS, *(stepped(step, step + 1.0) for step in range(4)))
     found.write_control(ControlAddress(address="127.0.0.1:9", token="t", pid=1))
     found.plans.mkdir()
-    planned(1).write(found.plan_file(1))
+    write_generation(planned(1), found.plan_file(1))
     for step in (0, 1):
         for part in recorded(planned(1), step):
             TimelineLog(found.timeline_file(part.worker)).append(part)

@@ -12,8 +12,9 @@ import pytest
 from chameleon_ft.cli import main
 from chameleon_ft.config import Batch, Parallel, RunConfig
 from chameleon_ft.events.records import FailureRecord
+from chameleon_ft.recovery.generation import GenerationSpec
 from chameleon_ft.storage.files import RunDirectory
-from chameleon_ft.storage.plans import GenerationPlan
+from chameleon_ft.storage.plans import write_generation
 from chameleon_ft.storage.timelines import TimelineLog
 from tests.report.live.lines import add, event, failed, started
 from tests.report.records import join_record
@@ -31,8 +32,8 @@ def run(tmp_path: Path) -> RunDirectory:
     return found
 
 
-def _write(run: RunDirectory, plan: GenerationPlan, steps: tuple[int, ...], factor: float) -> None:
-    plan.write(run.plan_file(plan.generation))
+def _write(run: RunDirectory, plan: GenerationSpec, steps: tuple[int, ...], factor: float) -> None:
+    write_generation(plan, run.plan_file(plan.generation))
     for step in steps:
         for part in recorded(plan, step, factor=factor, overhead_s=0.0):
             TimelineLog(run.timeline_file(part.worker)).append(part)

@@ -9,16 +9,13 @@ from typing import Any, TypeVar
 
 from chameleon_ft.config import Checkpoint, Recovery, Timeouts
 from chameleon_ft.coordinator.commands import Command, Launch, MeasureOperations, Record, Send, Task
-from chameleon_ft.coordinator.decisions.recovery_plan import RecoveryPlan
 from chameleon_ft.coordinator.events import (
     Considered,
     Decided,
     Disconnected,
     Event,
-    Launched,
     Moment,
     OperationsMeasured,
-    PrepareFailed,
     Received,
     Silent,
     Ticked,
@@ -28,6 +25,7 @@ from chameleon_ft.coordinator.state.settings import Settings
 from chameleon_ft.coordinator.state.state import State
 from chameleon_ft.coordinator.state_machine import TICK_S, step
 from chameleon_ft.events.records import FailureRecord, OtherRecord
+from chameleon_ft.plan.vote import Vote
 from chameleon_ft.protocol.messages import (
     Committed,
     Finished,
@@ -41,7 +39,8 @@ from chameleon_ft.protocol.messages import (
     Switched,
     WorkerExited,
 )
-from chameleon_ft.protocol.parts import OperationTimes, RankProcess, Vote
+from chameleon_ft.protocol.parts import OperationTimes, RankProcess
+from chameleon_ft.recovery.generation import GenerationSpec
 from tests.coordinator.invariants import check
 from tests.coordinator.journaled import Replayed
 from tests.coordinator.plans import LAYERS, a_plan, in_waves
@@ -69,8 +68,8 @@ def new_state(**changes: Any) -> State:
 
 
 def vote(step: int, **fields: bool) -> Vote:
-    sums = {"grad_square_sum": 4.0, "loss_sum": 12.0 * (step + 1), "terms": 12, "samples": 12}
-    return Vote.model_validate({**sums, "finish": False, **fields})
+    sums: dict[str, Any] = {"grad_square_sum": 4.0, "loss_sum": 12.0 * (step + 1), "terms": 12, "samples": 12}
+    return Vote(**sums, **{"finish": False, **fields})
 
 
 def process_of(worker: int, incarnation: int = 1) -> RankProcess:
@@ -152,7 +151,6 @@ class History:
                     assert after.generation > max(self.began, default=0), "no number is used twice"
                     self.began.append(after.generation)
                     self.launches.append(after)
-                    self.happen(Launched(at=self.at, generation=after.generation))
         while self.questions and not self.holds:
             self.answer(self.questions.pop(0))
         return commands
@@ -168,7 +166,7 @@ class History:
             plan = a_plan(live, first_step=max(first_step, asked.committed), moves_to=moves_to)
             if asked.checkpoints.is_reread:
                 plan = replace(a_plan(live, first_step=asked.health.agreed), load=asked.health.agreed)
-        self.happen(Decided(at=self.at, question=asked.question, plan=plan))
+        self.happen(Decided(at=self.at, question=asked.question, spec=plan))
 
     def say(self, connection: int, message: Message) -> tuple[Command, ...]:
         return self.happen(Received(at=self.at, connection=self.now_at(connection), message=message))
@@ -283,7 +281,7 @@ class History:
         self.commit(switch=True)
         self.start()
 
-    def quiesce(self, *workers: int, placed: int = 0, layers: Collection[int] = range(LAYERS), plan: str = "") -> None:
+    def quiesce(self, *workers: int, placed: int = 0, layers: Collection[int] = range(LAYERS), spec: str = "") -> None:
         """Have workers, or all live ones, quiesce."""
         for worker in workers or self.live():
             self.tell(
@@ -295,7 +293,7 @@ class History:
                     last_vote=None,
                     placed=placed,
                     layers=tuple(layers),
-                    plan=plan,
+                    spec=spec,
                 ),
             )
 
@@ -322,7 +320,7 @@ class History:
     def consider(self, *workers: int, waves: int = 0, moves_to: int | None = None) -> None:
         """Answer a question during training: by a plan of some workers, and what leads to it, or by none."""
         asked = self.considerations.pop(0)
-        plans: tuple[RecoveryPlan, ...] = ()
+        plans: tuple[GenerationSpec, ...] = ()
         if workers:
             assert asked.active is not None
             if waves and (moves_to is not None or not set(workers) <= set(asked.active.plan.workers)):
@@ -336,7 +334,7 @@ class History:
                 at=self.at,
                 question=question,
                 staying=staying,
-                plans=tuple(plan.active() for plan in plans),
+                plans=plans,
                 reason="no reason",
             )
         )
@@ -357,11 +355,6 @@ class History:
         self.wait(0.7)
         self.consider(*self.state.members.staying(), waves=waves)
         self.prepare()
-
-    def orders_fail(self) -> None:
-        """Have the orders of the next generation fail."""
-        assert self.state.switches.next is not None
-        self.happen(PrepareFailed(at=self.at, generation=self.state.switches.next.number, reason="no link"))
 
     # --- what came of it ---------------------------------------------------------------------------------------------
 

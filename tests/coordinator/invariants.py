@@ -54,8 +54,8 @@ def _check_numbers(before: State, after: State, commands: tuple[Command, ...], *
     left, upcoming = before.switches.next, after.switches.next
     for command in commands:
         match command:
-            case Launch(plan=plan):
-                assert after.active == plan.active(), "one generation is in force"
+            case Launch(spec=spec):
+                assert after.active == spec, "one generation is in force"
                 assert after.active_generation == after.generation
                 assert after.phase is Phase.REGROUPING
                 assert upcoming is None
@@ -120,7 +120,7 @@ def _check_commands(before: State, after: State, commands: tuple[Command, ...], 
             assert after.active is not None
             assert worker.id not in after.active.plan.workers, "it is out of the plan"
             upcoming = after.switches.next
-            assert upcoming is None or worker.id not in upcoming.plan.participants
+            assert upcoming is None or worker.id not in upcoming.spec.participants
             if worker.takes_part:
                 assert after.committed > after.active.first_step, "a step is committed without it"
     finishes = [command for command in commands if isinstance(command, Finish)]
@@ -164,7 +164,7 @@ def _check_progress(state: State) -> None:
             assert state.switches.following or state.active.migration is None, "a migration leads to a plan"
             if (upcoming := state.switches.next) is not None:
                 assert upcoming.number > state.generation
-                assert set(upcoming.plan.participants) <= live, "a generation that lacks a worker is given up"
+                assert set(upcoming.spec.participants) <= live, "a generation that lacks a worker is given up"
                 final = state.switches.following[-1]
                 is_open = not upcoming.is_switching and state.active.migration is None
                 assert not (is_open and state.members.draining() & set(final.plan.workers)), "they are to leave"
@@ -174,7 +174,7 @@ def _check_progress(state: State) -> None:
 
 
 def _check_health(before: State, after: State, commands: tuple[Command, ...]) -> None:
-    health, decided = after.health, [command.plan for command in commands if isinstance(command, Launch)]
+    health, decided = after.health, [command.spec for command in commands if isinstance(command, Launch)]
     assert health.agreed <= after.committed
     steps = {report.step for reports in health.reports.values() for report in reports}
     assert steps == health.reporting.keys(), "it is known who reports a bad step"

@@ -8,7 +8,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from chameleon_ft.config import Batch, Recovery
-from chameleon_ft.protocol.messages import Hello, Prepare, Ready, Spawn, StartGeneration
+from chameleon_ft.protocol.messages import Hello, Prepare, Ready, Spawn
+from chameleon_ft.recovery.generation import WorkerOrders
 from tests.coordinator.stage import Puppet, Stage
 
 RESPAWNING: dict[str, Any] = {
@@ -29,9 +30,9 @@ async def watched(stage: Stage) -> AsyncIterator[None]:
     watching.cancel()
 
 
-def orders_of(stage: Stage, generation: int) -> dict[int, StartGeneration]:
+def orders_of(stage: Stage, generation: int) -> dict[int, WorkerOrders]:
     """Return the order of each worker to prepare a generation."""
-    sent = {worker: [m.order for m in puppet.sent if isinstance(m, Prepare)] for worker, puppet in stage.ranks.items()}
+    sent = {worker: [m.orders for m in puppet.sent if isinstance(m, Prepare)] for worker, puppet in stage.ranks.items()}
     return {worker: order for worker, own in sent.items() for order in own if order.generation == generation}
 
 
@@ -69,7 +70,7 @@ def join_from_late_host(stage: Stage, worker: int) -> Puppet:
     return rank
 
 
-async def considered(stage: Stage) -> StartGeneration:
+async def considered(stage: Stage) -> WorkerOrders:
     """Wait until a better plan is prepared; return an order of its generation."""
     await until(stage.ahead)
     order = stage.ahead()

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
+from functools import cache
+from typing import Any
 
-from chameleon_ft.coordinator.decisions.recovery_plan import RecoveryPlan
-from chameleon_ft.coordinator.state.active_plan import ActivePlan, PlannedTransition
-from chameleon_ft.plan import LayerRange, Placement, data_pipeline_plan
+from chameleon_ft.plan import LayerRange, Placement, Plan, data_pipeline_plan
+from chameleon_ft.recovery.generation import GenerationSpec
+from chameleon_ft.recovery.transition import PlannedTransition
+from chameleon_ft.schedule import CostModel, Program, list_schedule
 from chameleon_ft.transfer import Message as Transferred
 from chameleon_ft.transfer import Transfer
+from tests.strategies import equal_costs
 
 LAYERS = 4
 
 
-def a_plan(workers: Collection[int], *, first_step: int, moves_to: int | None = None) -> RecoveryPlan:
+def a_plan(workers: Collection[int], *, first_step: int, moves_to: int | None = None) -> GenerationSpec:
     """One pipeline of a stage over the first worker, and as many more as there are workers; it may move a layer."""
     plan = data_pipeline_plan(
         layer_costs=[1.0] * LAYERS, dp=len(workers), pp=1, micro_batches=len(workers), workers=sorted(workers)
@@ -27,20 +31,28 @@ def a_plan(workers: Collection[int], *, first_step: int, moves_to: int | None = 
         transition = PlannedTransition(
             transfer=transfer, participants=tuple(sorted({*plan.workers, moves_to})), keep={}
         )
-    return RecoveryPlan(
-        plan=plan,
-        first_step=first_step,
-        load="keep",
-        roll_forward=None,
-        policy="a policy",
-        action="an action",
-        transition=transition,
-    )
+    return spec_of(plan, first_step=first_step, policy="a policy", action="an action", transition=transition)
+
+
+def spec_of(plan: Plan, **fields: Any) -> GenerationSpec:
+    """A generation of a plan, on equal workers."""
+    described = {"first_step": 0, "policy": "start", "action": "start", **fields}
+    return GenerationSpec(plan=plan, program=_program(plan), costs=_costs(plan), **described)
+
+
+@cache
+def _program(plan: Plan) -> Program:
+    return list_schedule(plan, _costs(plan))
+
+
+def _costs(plan: Plan) -> CostModel:
+    layers, workers = plan.placement.num_layers, max(plan.workers) + 1
+    return equal_costs(layers=layers, micro_batches=plan.micro_batches, workers=workers)
 
 
 def in_waves(
-    final: RecoveryPlan, now: RecoveryPlan | ActivePlan, waves: int, *, to: int | None = None
-) -> tuple[RecoveryPlan, ...]:
+    final: GenerationSpec, now: GenerationSpec, waves: int, *, to: int | None = None
+) -> tuple[GenerationSpec, ...]:
     """The plans that lead to `final`, with the routes of `now`: layers move to new workers, the same share each time.
 
     If there are none, they move to worker `to`.
@@ -49,7 +61,7 @@ def in_waves(
     """
     source = min(worker for worker in now.plan.workers if worker != to)
     new = [worker for worker in final.plan.workers if worker not in now.plan.workers]
-    plans: list[RecoveryPlan] = []
+    plans: list[GenerationSpec] = []
     for wave in range(waves):
         stop = LAYERS * (wave + 1) // waves
         ranges = {**now.plan.placement.ranges, **{worker: (LayerRange(0, stop),) for worker in new}}

@@ -7,7 +7,7 @@ import itertools
 import selectors
 from collections.abc import Callable, Collection, Coroutine, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -18,6 +18,7 @@ from chameleon_ft.coordinator.journal import Journal
 from chameleon_ft.coordinator.state.state import State
 from chameleon_ft.cost.profile import Profile
 from chameleon_ft.events.records import FailureRecord
+from chameleon_ft.plan.vote import Vote
 from chameleon_ft.protocol.job_info import JobInfo
 from chameleon_ft.protocol.messages import (
     CheckpointSaved,
@@ -36,8 +37,9 @@ from chameleon_ft.protocol.messages import (
     StartGeneration,
     WorkerExited,
 )
-from chameleon_ft.protocol.parts import BoundaryMessage, OperationTimes, Vote
+from chameleon_ft.protocol.parts import BoundaryMessage, OperationTimes
 from chameleon_ft.protocol.server import Peer
+from chameleon_ft.recovery.generation import WorkerOrders
 from chameleon_ft.storage.checkpoints import seal_layer
 from chameleon_ft.storage.file_queue import FileQueue
 from chameleon_ft.storage.files import RunDirectory
@@ -86,6 +88,11 @@ class Puppet:
     def last(self, kind: type[Sent]) -> Sent:
         """The newest message of this kind that it was sent."""
         return next(message for message in reversed(self.sent) if isinstance(message, kind))
+
+    @property
+    def begun(self) -> WorkerOrders:
+        """The orders of the newest generation that it was to begin at once."""
+        return self.last(StartGeneration).orders
 
     def count(self, kind: type[Any]) -> int:
         return sum(isinstance(message, kind) for message in self.sent)
@@ -162,22 +169,22 @@ class Stage:
     def live(self) -> list[int]:
         return [worker for worker, puppet in self.ranks.items() if not puppet.dropped]
 
-    def order_of(self, worker: int) -> StartGeneration | None:
+    def order_of(self, worker: int) -> WorkerOrders | None:
         """The newest order that a worker got and that came into force."""
         newest = self.coordinator.state.active_generation
-        sent = [m.order if isinstance(m, Prepare) else m for m in self.ranks[worker].sent]
-        orders = [m for m in sent if isinstance(m, StartGeneration) and m.generation <= newest]
+        sent = [m.orders for m in self.ranks[worker].sent if isinstance(m, StartGeneration | Prepare)]
+        orders = [each for each in sent if each.generation <= newest]
         return max(orders, key=lambda order: order.generation, default=None)
 
-    def order(self) -> StartGeneration:
+    def order(self) -> WorkerOrders:
         """The newest order of any live worker that came into force."""
         orders = [order for worker in self.live() if (order := self.order_of(worker)) is not None]
         return max(orders, key=lambda order: order.generation)
 
-    def ahead(self) -> StartGeneration | None:
+    def ahead(self) -> WorkerOrders | None:
         """The order of the generation that is being prepared, for any worker."""
         upcoming = self.coordinator.state.switches.next
-        sent = [m.order for worker in self.live() for m in self.ranks[worker].sent if isinstance(m, Prepare)]
+        sent = [m.orders for worker in self.live() for m in self.ranks[worker].sent if isinstance(m, Prepare)]
         return next((m for m in sent if upcoming is not None and m.generation == upcoming.number), None)
 
     def prepare(self, *workers: int, error: str | None = None) -> None:
@@ -223,7 +230,7 @@ class Stage:
                 Committed(
                     generation=order.generation,
                     step=step,
-                    vote=vote(step).model_copy(update={"switch": switch}),
+                    vote=replace(vote(step), switch=switch),
                     grad_norm=0.5,
                     lr=0.1,
                     step_s=step_s,
@@ -234,11 +241,11 @@ class Stage:
     def layers_of(self, worker: int) -> tuple[int, ...]:
         """Return the layers that a worker holds in the end, by its newest order."""
         order = self.order_of(worker)
-        segments = () if order is None else order.unpack_segments()
+        segments = () if order is None else order.segments
         held = {layer for segment in segments if worker in segment.holders for layer in segment.layers}
         for message in self.ranks[worker].sent:
             if isinstance(message, Migrate) and order is not None and message.generation == order.generation:
-                held |= {layer for _, destination, layer, _ in message.moves if destination == worker}
+                held |= {move.layer for move in message.moves if move.destination == worker}
         return tuple(sorted(held))
 
     def quiesce(

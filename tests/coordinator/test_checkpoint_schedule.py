@@ -292,7 +292,7 @@ def test_a_newer_checkpoint_loses_its_mark_also_if_the_first_step_from_an_older_
     history.quiesce()
     question = history.questions.pop()
     plan = replace(a_plan([0, 1, 2], first_step=2), load=2)
-    history.happen(Decided(at=history.at, question=question.question, plan=plan))
+    history.happen(Decided(at=history.at, question=question.question, spec=plan))
     history.start()
     history.holds = False
     history.reap(2)
@@ -314,7 +314,7 @@ def test_all_workers_stop_if_one_cannot_read_the_checkpoint(is_damaged: bool) ->
     history.quiesce()
     question = history.questions[-1]
     plan = replace(a_plan([0], first_step=4), load=4)
-    history.happen(Decided(at=history.at, question=question.question, plan=plan))
+    history.happen(Decided(at=history.at, question=question.question, spec=plan))
     generation = history.state.generation
     stops = len(history.sent(Stop))
     unreadable = CheckpointUnreadable(generation=generation, step=4, error="layer 1: a file", is_damaged=is_damaged)
@@ -330,7 +330,7 @@ def test_all_workers_stop_if_one_cannot_read_the_checkpoint(is_damaged: bool) ->
     assert history.state.phase is Phase.DECIDING
     assert history.state.checkpoints.is_reread
     question = history.questions[-1]
-    history.happen(Decided(at=history.at, question=question.question, plan=replace(a_plan([0], first_step=2), load=2)))
+    history.happen(Decided(at=history.at, question=question.question, spec=replace(a_plan([0], first_step=2), load=2)))
     assert history.state.committed == 2
     history.start()
     assert DistrustCheckpoints(after=2) not in history.commands

@@ -40,9 +40,9 @@ async def test_the_last_worker_to_join_sets_the_run_going(stage: Stage) -> None:
         rank = stage.join(worker)
         assert rank.count(Welcome) == 1
         assert rank.count(StartGeneration) == 0
-    assert stage.join(1).last(StartGeneration).members == (0, 1, 2, 3)
+    assert stage.join(1).begun.members == (0, 1, 2, 3)
     for rank in stage.ranks.values():
-        order = rank.last(StartGeneration)
+        order = rank.begun
         assert (order.generation, order.first_step, order.load) == (1, 0, "initial")
         assert order.operations
     (event,) = stage.events("started")

@@ -9,14 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chameleon_ft.coordinator.decisions.cluster_state import workers_to_give_up
-from chameleon_ft.coordinator.state.active_plan import ActivePlan
 from chameleon_ft.plan import data_pipeline_plan
+from chameleon_ft.recovery.generation import GenerationSpec
+from tests.coordinator.plans import spec_of
 
 
-def plan(dp: int, pp: int) -> ActivePlan:
+def plan(dp: int, pp: int) -> GenerationSpec:
     """A plan of pipelines 0 .. pp - 1, pp .. 2 pp - 1, and so on, with one layer for each stage."""
     made = data_pipeline_plan(layer_costs=[1.0] * pp, dp=dp, pp=pp, micro_batches=dp)
-    return ActivePlan(plan=made, first_step=0, policy="initial", action="")
+    return spec_of(made)
 
 
 def between(one: Sequence[int], other: Sequence[int]) -> list[tuple[int, int]]:

@@ -233,12 +233,12 @@ async def test_what_a_peer_is_told_to_be_in_the_journal_has_been_written(stage: 
     coordinator._journal = cast(Any, SimpleNamespace(flush=flush))
     coordinator._peers.received[rank.number] = 63
     # It changes nothing, but a report before it may not have been due.
-    coordinator.message(cast(Peer, rank), Publish(generation=1, key="a", value="b"))
+    coordinator.message(cast(Peer, rank), Publish(generation=1, key="a", value=b"b"))
     assert written == [{rank.number: 64}]
     assert rank.last(Acknowledged).received == 64
 
     term = Term(coordinator)
     coordinator._peers.received[rank.number] = 127
     term.leads = False
-    coordinator.message(cast(Peer, rank), Publish(generation=1, key="a", value="b"))
+    coordinator.message(cast(Peer, rank), Publish(generation=1, key="a", value=b"b"))
     assert rank.last(Acknowledged).received == 64, "it does not lead"

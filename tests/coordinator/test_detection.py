@@ -14,7 +14,6 @@ from chameleon_ft.protocol.messages import (
     Probe,
     ProcessState,
     Quiesced,
-    StartGeneration,
     Stop,
     WorkerExited,
 )
@@ -39,9 +38,9 @@ async def test_a_reaped_process(stage: Stage) -> None:
     assert stage.host.last(Kill).worker == 1
     assert {worker for worker, rank in stage.ranks.items() if rank.count(Stop)} == {0, 2, 3}
     stage.quiesce(2, 3, 0, 2)
-    assert stage.ranks[0].last(StartGeneration).generation == 1, "not before all survivors have quiesced"
+    assert stage.ranks[0].begun.generation == 1, "not before all survivors have quiesced"
     stage.quiesce(2, 3, 3)
-    order = stage.ranks[0].last(StartGeneration)
+    order = stage.ranks[0].begun
     assert (order.generation, order.members, order.first_step, order.load) == (2, (0, 2, 3), 3, "keep")
     assert stage.failures == [], "the incident is not over"
     stage.start([2])

@@ -84,7 +84,7 @@ async def test_layers_of_which_only_a_drained_worker_has_any_move_from_it(stage:
         order = await considered(stage)
         assert 1 not in order.members
         moves = stage.ranks[1].last(Migrate).moves
-        assert {layer for source, _, layer, _ in moves if source == 1} == set(stage.layers_of(1))
+        assert {move.layer for move in moves if move.source == 1} == set(stage.layers_of(1))
         stage.switch_to_the_end(3)
     assert stage.events("drain_failed") == []
 

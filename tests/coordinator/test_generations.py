@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from chameleon_ft.config import Parallel, Recovery
-from chameleon_ft.protocol.messages import PeerFailed, StartGeneration, Stop, Switched
-from chameleon_ft.protocol.parts import Transition
+from chameleon_ft.protocol.messages import PeerFailed, Stop, Switched
 from chameleon_ft.recovery import DecisionContext, FailureModel
+from chameleon_ft.recovery.transition import TransitionOrders
 from tests.coordinator.stage import Stage, scene
 
 # Workers 0 2 4 hold layers 0-1, workers 1 3 5 hold layers 2-3.
@@ -20,7 +20,7 @@ THREE_PIPELINES: dict[str, Any] = {
 OLD = {worker: (0, 1) if worker % 2 == 0 else (2, 3) for worker in range(6)}
 
 
-def begin_transition(stage: Stage, lost: int = 1) -> dict[int, Transition]:
+def begin_transition(stage: Stage, lost: int = 1) -> dict[int, TransitionOrders]:
     """Train, lose a worker, quiesce, and return what each survivor is told of the transition."""
     stage.train(workers=6)
     stage.reap(lost)
@@ -28,10 +28,10 @@ def begin_transition(stage: Stage, lost: int = 1) -> dict[int, Transition]:
     return told(stage)
 
 
-def told(stage: Stage) -> dict[int, Transition]:
+def told(stage: Stage) -> dict[int, TransitionOrders]:
     """Each live worker's orders for the newest generation's transition."""
     newest = stage.order().generation
-    orders = {worker: stage.ranks[worker].last(StartGeneration) for worker in stage.live()}
+    orders = {worker: stage.ranks[worker].begun for worker in stage.live()}
     return {
         worker: order.transition
         for worker, order in orders.items()
@@ -54,12 +54,12 @@ async def test_a_loss_changes_the_placement(stage: Stage) -> None:
     for worker, transition in transitions.items():
         assert transition.participants == (0, 2, 3, 4, 5)
         assert set(transition.keep) >= set(OLD[worker]), "nothing is dropped before the switch"
-        received = {layer for _, _, destination, layer, _ in transition.moves if destination == worker}
+        received = {move.layer for move in transition.moves if move.destination == worker}
         assert set(held_in(stage, worker)) <= received | set(transition.keep)
     moves = {move for transition in transitions.values() for move in transition.moves}
     assert moves
     for move in moves:
-        assert [worker for worker in transitions if move in transitions[worker].moves] == sorted(move[1:3])
+        assert [worker for worker in transitions if move in transitions[worker].moves] == sorted(move[:2])
 
 
 @scene(**THREE_PIPELINES)
@@ -79,8 +79,8 @@ async def test_who_is_left_over_takes_part_until_the_switch(stage: Stage) -> Non
     stage.train()
     stage.reap(1)
     stage.quiesce(2, 3)
-    order = stage.ranks[0].last(StartGeneration)
-    assert (order.members, order.participants, order.unpack_operations()) == ((2, 3), (0, 2, 3), ())
+    order = stage.ranks[0].begun
+    assert (order.members, order.participants, order.operations) == ((2, 3), (0, 2, 3), ())
     stage.reap(0)
     assert stage.ranks[2].last(Stop).generation == 3
     for worker in (2, 3):

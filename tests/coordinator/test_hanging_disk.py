@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -21,9 +21,10 @@ from chameleon_ft.storage import file_queue, recorder
 from chameleon_ft.storage.checkpoints import complete_checkpoints, mark_complete, require_sound, seal_layer
 from chameleon_ft.storage.file_queue import FileQueue
 from chameleon_ft.storage.files import FaultLog, RunDirectory
-from chameleon_ft.storage.plans import GenerationPlan
+from chameleon_ft.storage.plans import read_generation
 from chameleon_ft.storage.recorder import Recorder, View
 from chameleon_ft.storage.stores import Directory, Storage
+from tests.coordinator.plans import a_plan
 from tests.coordinator.stage import Puppet, Stage, scene
 from tests.report.queues import hanging, until
 from tests.report.records import step_record
@@ -123,25 +124,14 @@ def test_records_do_not_wait_for_the_removal_of_old_checkpoints(
         pruned.set()
 
 
-@dataclass(frozen=True)
-class TextPlan:
-    """Stands in for the plan of a generation."""
-
-    generation: int
-
-    def write(self, path: Path) -> None:
-        path.parent.mkdir(exist_ok=True)
-        path.write_text("a plan")
-
-
 def test_plans_are_written_later(run: RunDirectory) -> None:
-    plan, file = TextPlan(3), run.plan_file(3)
+    spec, file = replace(a_plan([0, 1], first_step=2), generation=3), run.plan_file(3)
     with Recorder(run, View()) as records:
         with hanging(records.files, run.path):
-            records.plan(cast(GenerationPlan, plan), policy="reroute")
+            records.plan(spec)
             assert not file.exists()
         until(lambda: not records.files.num_waiting)
-        assert file.read_text() == "a plan"
+        assert read_generation(file).plan == spec.plan
 
 
 @pytest.fixture

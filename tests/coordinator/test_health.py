@@ -38,7 +38,7 @@ def return_to(history: History, step: int) -> None:
     """Answer a question with a return to a checkpoint."""
     asked = history.questions.pop(0)
     plan = replace(a_plan(asked.members.live(), first_step=step), load=step)
-    history.happen(Decided(at=history.at, question=asked.question, plan=plan))
+    history.happen(Decided(at=history.at, question=asked.question, spec=plan))
     history.start()
 
 

@@ -70,11 +70,11 @@ class Orders(History):
         undelivered, self.undelivered = self.undelivered, []
         for state, command in undelivered:
             match command:
-                case Launch(plan=plan):
+                case Launch(spec=spec):
                     for worker in to:
                         is_away = state.members[worker].connection in state.reconnection.awaited
-                        if worker in plan.participants and worker in self.ranks and not is_away:
-                            self._begin(self.ranks[worker], state.generation, plan.load, plan.first_step)
+                        if worker in spec.participants and worker in self.ranks and not is_away:
+                            self._begin(self.ranks[worker], state.generation, spec.load, spec.first_step)
                 case Send(connection=connection, message=Stop(generation=number)):
                     for worker in to:
                         if worker in self.ranks and self.now_at(self.connection(worker)) == connection:
@@ -134,7 +134,7 @@ class Orders(History):
                 failed = DecisionFailed(at=self.at, question=asked.question, reason="there is no checkpoint")
                 self.happen(failed)
                 return
-        self.happen(Decided(at=self.at, question=asked.question, plan=plan))
+        self.happen(Decided(at=self.at, question=asked.question, spec=plan))
 
 
 class Health(RuleBasedStateMachine):

@@ -91,7 +91,7 @@ def test_a_checkpoint_is_complete_with_its_last_layer_and_void_after_a_return_to
     history.quiesce()
     (question,) = history.questions
     plan = replace(a_plan(history.live(), first_step=2), load=2)
-    history.happen(Decided(at=history.at, question=question.question, plan=plan))
+    history.happen(Decided(at=history.at, question=question.question, spec=plan))
     assert history.state.committed == 2
     history.tell(2, CheckpointSaved(generation=1, step=3, layers=(2, 3)))
     assert len(history.events("checkpoint")) == 1

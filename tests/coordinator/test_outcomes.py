@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from chameleon_ft.coordinator.state.active_plan import ActivePlan
 from chameleon_ft.coordinator.state.incidents import Outcomes
 from chameleon_ft.events.records import OutcomeRecord
+from chameleon_ft.recovery.generation import GenerationSpec
 from tests.coordinator.plans import a_plan
 
 
@@ -193,12 +193,12 @@ def test_layers_that_move_make_an_interrupted_step_longer() -> None:
     )
     hit = outcomes.hit(5, generation=2)
 
-    def predicted(plan: ActivePlan) -> float | None:
+    def predicted(plan: GenerationSpec) -> float | None:
         _, cost = hit.migrating(plan, 9.0).cost(5, 11.0)
         assert cost is not None
         return cost.predicted_steps
 
-    plan = replace(a_plan([0, 1], first_step=5).active(), predicted_step_s=3.4)
+    plan = replace(a_plan([0, 1], first_step=5), predicted_step_s=3.4)
     _, plain = hit.cost(5, 11.0)
     assert plain is not None
     assert plain.predicted_steps == pytest.approx(0.25)

@@ -17,16 +17,16 @@ from chameleon_ft.protocol.server import Peer
 @dataclass
 class _Heard:
     number: int
-    texts: list[str] = field(default_factory=list)
+    texts: list[str | bytes] = field(default_factory=list)
 
-    def send(self, message: Message, text: str) -> None:
+    def send(self, message: Message, text: str | bytes) -> None:
         self.texts.append(text)
 
 
 def test_what_all_are_sent_is_encoded_once_whatever_each_is_sent_between(monkeypatch: pytest.MonkeyPatch) -> None:
     encoded: list[Message] = []
 
-    def noting(message: Message) -> str:
+    def noting(message: Message) -> str | bytes:
         encoded.append(message)
         return encode(message)
 

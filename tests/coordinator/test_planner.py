@@ -10,14 +10,14 @@ import pytest
 from chameleon_ft.cluster import Link
 from chameleon_ft.config import Batch, Parallel, Recovery, RunConfig
 from chameleon_ft.coordinator.decisions.cluster_state import ClusterState
-from chameleon_ft.coordinator.decisions.planner import Planner
-from chameleon_ft.coordinator.decisions.recovery_plan import RecoveryPlan
+from chameleon_ft.coordinator.decisions.planner import ChosenGeneration, Planner
 from chameleon_ft.cost.profile import Fingerprint, Profile
 from chameleon_ft.cost.transition import StallModel
 from chameleon_ft.plan import LayerRange, Plan, data_pipeline_plan
 from chameleon_ft.protocol.messages import Quiesced
-from chameleon_ft.protocol.parts import OperationTimes, Rest
+from chameleon_ft.protocol.parts import OperationTimes
 from chameleon_ft.recovery import FailureModel, complete_step, decide
+from chameleon_ft.recovery.generation import GenerationSpec, PlannedRest
 from chameleon_ft.schedule import CostModel, OperationKind, default_limits, list_schedule, replay
 from chameleon_ft.transfer import Message, Transfer
 from chameleon_ft.workload import LayerCost
@@ -53,15 +53,14 @@ def planner(
     return Planner(config, JOB, profile=profile, plan=plan)
 
 
-def begin(by: Planner) -> RecoveryPlan:
-    decision = by.start(range(6), HOSTS, checkpoint=None)
-    planned, _ = by.orders(decision, HOSTS, generation=1)
-    by.begin(planned, HOSTS)
-    return decision
+def begin(by: Planner) -> GenerationSpec:
+    spec = by.start(range(6), HOSTS, checkpoint=None)
+    by.begin(spec, HOSTS)
+    return spec
 
 
-def lose(by: Planner, decision: RecoveryPlan, worker: int) -> RecoveryPlan:
-    """Return the recovery plan after the loss of a worker."""
+def lose(by: Planner, decision: GenerationSpec, worker: int) -> ChosenGeneration:
+    """Return the generation after the loss of a worker."""
     live = [each for each in range(6) if each != worker]
     quiesced = {
         each: Quiesced(
@@ -75,7 +74,7 @@ def lose(by: Planner, decision: RecoveryPlan, worker: int) -> RecoveryPlan:
         for each in live
     }
     cluster = ClusterState(
-        plan=decision.plan, live=live, quiesced=quiesced, committed=7, last_vote=None, checkpoints=()
+        plan=decision.plan, live=live, quiesced=quiesced, committed=7, last_vote=None, checkpoints=(), hosts=HOSTS
     )
     context = by.context(decision, live, HOSTS, phases=PHASES, repeat_s=0.5)
     rate = FailureModel(worker_mtbf_s=3600.0, prior_failures=1.0, failures=1, worker_s=60.0)
@@ -92,14 +91,14 @@ def report(by: Planner, factors: Mapping[int, float], *, steps: int, forward_s: 
             )
 
 
-def corrections(decision: RecoveryPlan) -> dict[str, float]:
+def corrections(decision: ChosenGeneration) -> dict[str, float]:
     """The factors by which its predictions were corrected."""
     found = decision.inputs["corrections"]
     assert isinstance(found, dict)
     return {name: factor for name, factor in found.items() if name not in ("slow", "slow_links")}
 
 
-def predictions(decision: RecoveryPlan) -> dict[str, float]:
+def predictions(decision: ChosenGeneration) -> dict[str, float]:
     assert decision.decision is not None
     return {each.policy: each.step_s for each in decision.decision.candidates if each.step_s is not None}
 
@@ -108,11 +107,10 @@ def test_what_a_recomputing_worker_runs_again_is_not_counted_twice() -> None:
     plan = data_pipeline_plan(layer_costs=[1.0] * LAYERS, dp=3, pp=2, micro_batches=12)
     plain, again = planner(plan=plan), planner(plan=recomputing(plan, range(6)))
     for by, again_s in ((plain, 0.0), (again, 0.01)):
-        decision = begin(by)
+        begin(by)
         # Two layers each, of 10 ms and 20 ms; of these one is run again, for the first and the last layer are not.
         report(by, {}, steps=3, forward_s=0.02, backward_s=0.04 + again_s)
-        planned, _ = by.orders(decision, HOSTS, generation=2)
-        by.begin(planned, HOSTS)
+        planned = begin(by)
         assert planned.costs_from == "measured"
         for layer in planned.costs.workload.layers:
             assert (layer.forward_s, layer.backward_s) == pytest.approx((0.01, 0.02))
@@ -132,7 +130,7 @@ def test_with_a_profile_observed_operations_correct_every_prediction() -> None:
     assert corrected.keys() == uncorrected.keys()
     for policy, step_s in corrected.items():
         assert step_s == pytest.approx(3 * uncorrected[policy], rel=0.02), "all but the messages"
-    assert by.orders(lost, HOSTS, generation=2)[0].costs_from == "corrected"
+    assert lost.spec.costs_from == "corrected"
     # Corrected costs are not the reference of the next comparison.
     report(by, {}, steps=12, forward_s=3 * 0.02, backward_s=3 * 0.04)
     assert corrections(lose(by, decision, 1))["operations"] == pytest.approx(3.0)
@@ -158,11 +156,11 @@ def test_decisions_go_round_a_worker_that_is_persistently_slower(profile: Profil
     by = planner(profile=profile, policy="repartition")
     decision = begin(by)
     report(by, {}, steps=11, forward_s=0.02, backward_s=0.04)
-    fair = shares(lose(by, decision, 1).plan)
+    fair = shares(lose(by, decision, 1).spec.plan)
     by.calibration.slow = {3: 0.25}
     lost = lose(by, decision, 1)
     assert lost.inputs["corrections"] == {**corrections(lost), "slow": {"3": 0.25}, "slow_links": {}}
-    found = shares(lost.plan)
+    found = shares(lost.spec.plan)
     assert found[3] < 0.75 * fair[3]
     assert found[3] < min(found[worker] for worker in (0, 2, 4, 5))
 
@@ -230,7 +228,7 @@ def test_what_was_known_is_told() -> None:
     assert event["stall"] == {"repeat_s": 0.5, **phases, "restart_cost_s": 300.0}
     assert event["horizon_s"] == pytest.approx(156.55, abs=0.01)
     rerouted = planner(policy="reroute")
-    decision = lose(rerouted, begin(rerouted), 1)
+    decision = lose(rerouted, begin(rerouted), 1).spec
     assert lose(rerouted, decision, 2).inputs["plan"] == "2 pipelines of 2 stages; 2 detours"
 
 
@@ -247,7 +245,11 @@ def test_a_worker_knows_which_gradients_it_is_sent_again() -> None:
         step = complete_step(plan, progress, left, default_limits(plan))
         assert step is not None
         sent = [each for own in step.scheduled.resends.values() for each in own if not each.forward]
-        rests = Rest.of(step.rest, step.scheduled, progress, rest_s=step.rest_s)
+        scheduled = step.scheduled
+        rest = PlannedRest(
+            remaining=step.rest, program=scheduled.program, resends=scheduled.resends, rest_s=step.rest_s
+        )
+        rests = rest.orders(progress)
         for worker in progress:
             known = rests[worker].resent_gradients
             assert sorted(known) == sorted((each.micro_batch, each.layer) for each in sent if each.receiver == worker)

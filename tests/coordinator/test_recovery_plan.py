@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 from chameleon_ft import recovery
 from chameleon_ft.cluster import Cluster
 from chameleon_ft.coordinator.decisions.cluster_state import ClusterState
-from chameleon_ft.coordinator.decisions.recovery_plan import RecoveryPlan, decide
+from chameleon_ft.coordinator.decisions.recovery_plan import decide
 from chameleon_ft.cost.transition import StallModel
 from chameleon_ft.errors import ControlError, NoHolderError
 from chameleon_ft.plan import Plan, data_pipeline_plan
+from chameleon_ft.plan.vote import Vote
 from chameleon_ft.protocol.messages import Quiesced
-from chameleon_ft.protocol.parts import Vote
 from chameleon_ft.recovery import FailureModel
+from chameleon_ft.recovery.generation import GenerationSpec
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.search import find_plan
 from tests.golden import refused
@@ -79,8 +80,15 @@ def context_of(found: ClusterState, costs: CostModel = COSTS) -> recovery.Decisi
     )
 
 
-def decided(found: ClusterState, *, policy: str = "reroute", costs: CostModel = COSTS) -> RecoveryPlan:
-    return decide(found, context_of(found, costs), policy=policy, rate=RATE)
+def decided(found: ClusterState, *, policy: str = "reroute", costs: CostModel = COSTS) -> GenerationSpec:
+    return decide(found, context_of(found, costs), policy=policy, rate=RATE)[0]
+
+
+def choice(found: ClusterState, *, policy: str) -> recovery.Decision:
+    """Return the decision that leads to the next generation."""
+    _, decision = decide(found, context_of(found), policy=policy, rate=RATE)
+    assert decision is not None
+    return decision
 
 
 def all_but(*lost: int, state: Quiesced) -> dict[int, Quiesced]:
@@ -171,11 +179,11 @@ def test_chameleon_reads_it_into_the_fastest_plan() -> None:
     assert (decision.policy, decision.first_step, decision.load, decision.transition) == ("checkpoint", 5, 5, None)
     assert decision.lost_layers == (2, 3)
     assert decision.plan == find_plan(context_of(found).costs).best.plan
-    assert decision.decision is not None
-    assert decision.decision.course is not None
-    assert (decision.program, decision.prepared) == (decision.decision.course.program, False)
-    again = decide(found, context_of(found), policy="chameleon", rate=RATE, prepared=decision.decision)
-    assert (again.policy, again.prepared, again.plan) == ("checkpoint", True, decision.plan)
+    chosen = choice(found, policy="chameleon")
+    assert chosen.course is not None
+    assert decision.program == chosen.course.program
+    again = decide(found, context_of(found), policy="chameleon", rate=RATE, prepared=chosen)
+    assert again == (decision, chosen)
     with refused(NoHolderError):
         decided(dataclasses.replace(found, checkpoints=()), policy="chameleon")
 
@@ -255,8 +263,7 @@ def test_a_re_partition_says_what_moves_and_rolls_forward_first() -> None:
     assert decision.action.startswith("step 7 applied, ")
     assert decision.action.endswith("; resumes at step 8")
     assert " to " in decision.action
-    assert decision.decision is not None
-    assert decision.decision.to_json()["chosen"] == decision.policy
+    assert choice(cluster_state(states), policy="repartition").to_json()["chosen"] == decision.policy
 
 
 def test_layers_that_were_received_already_do_not_move_again() -> None:
@@ -300,13 +307,14 @@ def test_what_begins_anew_waits_for_a_complete_checkpoint() -> None:
     found_before = recovery.decide(context_of(cluster_state(states)), "restart", RATE)
     for checkpoints, load in (([], "keep"), ([4], 4)):
         found = cluster_state(states, checkpoints=checkpoints)
-        decision = decide(found, context_of(found), policy="chameleon", rate=RATE, prepared=found_before)
-        assert decision.load == load
+        spec, _ = decide(found, context_of(found), policy="chameleon", rate=RATE, prepared=found_before)
+        assert spec.load == load
 
 
 def test_without_a_loss_there_is_nothing_to_decide() -> None:
-    decision = decided(cluster_state(all_but(state=quiesced(7))), policy="repartition")
-    assert (decision.plan, decision.transition, decision.decision) == (PLAN, None, None)
+    found = cluster_state(all_but(state=quiesced(7)))
+    spec, decision = decide(found, context_of(found), policy="repartition", rate=RATE)
+    assert (spec.plan, spec.transition, decision) == (PLAN, None, None)
 
 
 def test_layers_whose_holders_are_all_lost_come_from_whoever_has_received_them() -> None:
@@ -348,8 +356,7 @@ def with_newcomer(*lost: int) -> ClusterState:
 def test_a_newcomer_is_considered_without_a_loss() -> None:
     decision = decided(with_newcomer())
     assert (decision.plan, decision.policy, decision.transition) == (TWO, recovery.STAY, None)
-    assert decision.decision is not None
-    assert [each.policy for each in decision.decision.candidates] == [recovery.STAY]
+    assert [each.policy for each in choice(with_newcomer(), policy="reroute").candidates] == [recovery.STAY]
     assert decision.action == "resumes at step 7 with the same routes"
 
 
@@ -374,9 +381,8 @@ def test_what_was_prepared_is_done_if_it_still_is_for_the_same() -> None:
     found_before = recovery.decide(context, "repartition", RATE)
     # By the policy of this decision it could not have been chosen.
     found = with_newcomer()
-    decision = decide(found, context_of(found), policy="reroute", rate=RATE, prepared=found_before)
-    assert decision.decision is found_before
-    assert decision.prepared
+    _, decision = decide(found, context_of(found), policy="reroute", rate=RATE, prepared=found_before)
+    assert decision is found_before
 
 
 def test_a_run_of_which_nothing_is_trained_begins_again_if_some_workers_have_not_loaded_their_layers() -> None:

@@ -20,13 +20,13 @@ actions = st.lists(
 
 @given(actions)
 def test_each_look_up_is_answered_once_as_soon_as_the_key_is_there(actions: list[tuple[str, int, int]]) -> None:
-    store, published = RendezvousStore(), defaultdict[int, dict[str, str]](dict)
+    store, published = RendezvousStore(), defaultdict[int, dict[str, bytes]](dict)
     waiting: list[tuple[int, int, str]] = []
     for connection, (action, generation, name) in enumerate(actions):
         key = f"group-{name % 2}/{name}"
         if action == "publish":
-            published[generation][key] = str(connection)
-            answers = store.publish(connection, Publish(generation=generation, key=key, value=str(connection)))
+            published[generation][key] = str(connection).encode()
+            answers = store.publish(connection, Publish(generation=generation, key=key, value=str(connection).encode()))
         else:
             waiting.append((connection, generation, key))
             answers = store.look_up(connection, LookUp(generation=generation, key=key))
@@ -45,19 +45,19 @@ def test_each_look_up_is_answered_once_as_soon_as_the_key_is_there(actions: list
 def test_earlier_generations_are_forgotten() -> None:
     store = RendezvousStore()
     for generation in (1, 2):
-        assert not list(store.publish(6, Publish(generation=generation, key="a/0", value="x")))
+        assert not list(store.publish(6, Publish(generation=generation, key="a/0", value=b"x")))
         assert not list(store.look_up(7, LookUp(generation=generation, key="a/1")))
     store.forget_before(2)
 
     assert not list(store.look_up(8, LookUp(generation=1, key="a/0")))
-    assert list(store.publish(6, Publish(generation=2, key="a/1", value="y"))) == [
-        (7, Published(generation=2, values=(("a/0", "x"), ("a/1", "y"))))
+    assert list(store.publish(6, Publish(generation=2, key="a/1", value=b"y"))) == [
+        (7, Published(generation=2, values=(("a/0", b"x"), ("a/1", b"y"))))
     ]
 
 
 def test_all_members_of_a_group_are_sent_all_its_values_once_the_last_is_there() -> None:
     store = RendezvousStore()
-    values = tuple((f"group-0/{rank}", f"at {rank}") for rank in range(3))
+    values = tuple((f"group-0/{rank}", f"at {rank}".encode()) for rank in range(3))
     published = [
         list(store.publish(10 + rank, Publish(generation=1, key=key, value=value, members=3)))
         for rank, (key, value) in enumerate(values)
@@ -82,7 +82,7 @@ def test_an_answer_takes_no_look_at_other_groups(monkeypatch: pytest.MonkeyPatch
     answers = [
         answer
         for connection, key in enumerate(keys)
-        for answer in store.publish(connection, Publish(generation=1, key=key, value="x", members=members))
+        for answer in store.publish(connection, Publish(generation=1, key=key, value=b"x", members=members))
     ]
     assert [to for to, _ in answers] == list(range(len(keys)))
     assert len(folders) == len(keys)

@@ -11,7 +11,6 @@ from chameleon_ft.coordinator.decisions.calibration import Calibration
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.plan.rest import StepProgress
 from chameleon_ft.protocol.messages import Migrate, PeerFailed, Quiesced
-from chameleon_ft.protocol.parts import Progress
 from chameleon_ft.schedule import OperationKind
 from tests.coordinator.stage import Stage, scene, vote
 
@@ -36,7 +35,7 @@ def report(stage: Stage, generation: int, committed: int, held: dict[int, StepPr
                 last_vote=vote(committed - 1),
                 placed=generation - 1,
                 layers=stage.layers_of(worker),
-                progress=Progress.of(own),
+                progress=own,
             ),
         )
 
@@ -52,9 +51,9 @@ async def test_the_step_is_completed_from_what_the_survivors_hold(stage: Stage) 
     lose_worker_1(stage)
     order = stage.order()
     assert (order.generation, order.first_step, order.load, order.members) == (2, 3, "keep", (0, 2, 3))
-    rests = {worker: stage.ranks[worker].last(type(order)).rest for worker in order.members}
+    rests = {worker: stage.ranks[worker].begun.rest for worker in order.members}
     run = {
-        worker: {(each.kind, each.micro_batch) for each in rest.unpack_operations()}
+        worker: {(each.kind, each.micro_batch) for each in rest.program.of(worker)}
         for worker, rest in rests.items()
         if rest is not None
     }
@@ -141,9 +140,9 @@ async def test_a_loss_during_the_rest_leads_to_another_rest(stage: Stage) -> Non
     report(stage, 3, 3, held)
     order = stage.order()
     assert (order.generation, order.first_step, order.members) == (3, 3, (0, 2, 4, 5))
-    rest = stage.ranks[0].last(type(order)).rest
+    rest = stage.ranks[0].begun.rest
     assert rest is not None
-    (backward,) = (each for each in rest.unpack_operations() if each.micro_batch == 0)
+    (backward,) = (each for each in rest.program.of(0) if each.micro_batch == 0)
     assert (backward.kind, backward.receive_from) == (OperationKind.BACKWARD, 5)
     stage.start()
     stage.commit(3)
@@ -175,7 +174,7 @@ async def test_a_better_plan_is_found_while_the_next_steps_run(stage: Stage) -> 
     while stage.coordinator.state.switches.next is None:
         await asyncio.sleep(0.05)
     moved = stage.ranks[0].last(Migrate)
-    assert (moved.generation, {destination for _, destination, _, _ in moved.moves}) == (2, {0, 2, 3})
+    assert (moved.generation, {move.destination for move in moved.moves}) == (2, {0, 2, 3})
     assert stage.switch_to_the_end(4) == 5, "layers move in the generation that completes the step"
     order = stage.order()
     assert (order.generation, order.load, order.rest, order.transition) == (3, "keep", None, None)

@@ -10,10 +10,8 @@ import pytest
 
 from chameleon_ft.cluster import Link
 from chameleon_ft.config import Batch, Parallel, Recovery, Snapshots
-from chameleon_ft.coordinator.decisions import generation_orders
 from chameleon_ft.coordinator.decisions import redundancy as completion
 from chameleon_ft.coordinator.decisions import redundancy as keepers
-from chameleon_ft.coordinator.decisions.recovery_plan import RecoveryPlan
 from chameleon_ft.cost.profile import Fingerprint, Profile
 from chameleon_ft.errors import ControlError
 from chameleon_ft.plan.shards import UNITS
@@ -30,6 +28,8 @@ from chameleon_ft.protocol.messages import (
     Welcome,
     WorkerExited,
 )
+from chameleon_ft.recovery import generation
+from chameleon_ft.recovery.generation import GenerationSpec
 from chameleon_ft.storage.plans import read_generation_plans
 from chameleon_ft.workload import LayerCost
 from tests.coordinator.newcomers import (
@@ -62,9 +62,9 @@ async def test_a_lost_worker_comes_back_and_takes_part(stage: Stage) -> None:
         assert (first.generation, first.members, first.first_step, first.load) == (3, (0, 1, 2, 3), 4, "keep")
         order = rank.last(Migrate)
         assert order.generation == 3
-        assert {(destination, num_bytes) for _, destination, _, num_bytes in order.moves} == {(1, 772)}
+        assert {(move.destination, move.num_bytes) for move in order.moves} == {(1, 772)}
         assert stage.ranks[0].count(Migrate) == 0, "it has no memory for more layers yet"
-        assert orders_of(stage, 3)[1].operations == "", "it has no operations until it holds its layers"
+        assert orders_of(stage, 3)[1].operations == (), "it has no operations until it holds its layers"
         stage.commit(3)
         stage.switch(4)
         assert rank.last(Begin) == Begin(generation=3, first_step=5)
@@ -104,20 +104,20 @@ async def test_slices_of_the_optimizer_move_to_a_worker_that_comes_back_while_al
         stage.train()
         rank = await come_back(stage)
         order = rank.last(Migrate)
-        left = orders_of(stage, 3)[1].unpack_shards()
+        left = orders_of(stage, 3)[1].sharding
         assert left is not None
         assert left.owned_by(1) == {}, "it owns nothing before the switch"
-        assert {num_bytes for *_, num_bytes in order.moves} == {256}, "parameters move with the layer"
+        assert {move.num_bytes for move in order.moves} == {256}, "parameters move with the layer"
         stage.commit(3)
         stage.switch(4)
         stage.commit(5)
         second = stage.ahead()
         assert second is not None
         assert second.transition is None
-        after = second.unpack_shards()
+        after = second.sharding
         assert after is not None
         assert after.copies == 2
-        assert after.owned_by(1).keys() == {layer for _, _, layer, _ in order.moves}
+        assert after.owned_by(1).keys() == {move.layer for move in order.moves}
         moves = after.moves_from(left)
         assert [(m.source, m.destination, m.layer, m.start, m.stop) for m in moves] == [m[:5] for m in order.slices]
         assert all(num_bytes == 516 * (stop - start) // UNITS for *_, start, stop, num_bytes in order.slices)
@@ -142,21 +142,21 @@ async def test_no_program_is_looked_for_when_only_owners_change(stage: Stage) ->
         threads: set[threading.Thread] = set()
         with_keepers = keepers.with_keepers
 
-        def noting(*arguments: Any) -> RecoveryPlan:
+        def noting(*arguments: Any) -> GenerationSpec:
             threads.add(threading.current_thread())
             return with_keepers(*arguments)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(completion, "with_keepers", noting)
-            patch.setattr(generation_orders, "best_program", no_search)
-            patch.setattr(generation_orders, "check_program", no_search)
+            patch.setattr(generation, "best_program", no_search)
+            patch.setattr(generation, "check_program", no_search)
             before, after = stage.order(), await considered(stage)
         assert threads, "it has keepers"
         assert threading.main_thread() not in threads, "the event loop goes on meanwhile"
-        sharding = after.unpack_shards()
+        sharding = after.sharding
         assert sharding is not None
         assert sharding.copies == 2
-        assert after.unpack_operations() == before.unpack_operations()
+        assert after.operations == before.operations
         stage.switch(3)
     plans = [(event["generation"], event["policy"]) for event in stage.events("plan")]
     assert plans[-1] == (3, "redundancy")

@@ -15,6 +15,7 @@ from chameleon_ft.protocol.messages import (
     Stop,
     WorkerExited,
 )
+from chameleon_ft.recovery.generation import WorkerOrders
 from tests.coordinator.newcomers import (
     RESPAWNING,
     come,
@@ -64,7 +65,7 @@ async def test_a_spare_that_is_lost_while_it_is_considered_is_not_stopped_for(st
         await until(lambda: stage.coordinator.state.scale_up.considering is None)
         stage.commit(3)
     # A better plan for the others may be found meanwhile.
-    prepared = [message.order.members for message in stage.ranks[0].sent if isinstance(message, Prepare)]
+    prepared = [message.orders.members for message in stage.ranks[0].sent if isinstance(message, Prepare)]
     assert all(1 not in members for members in prepared)
     assert [failure.action for failure in stage.failures][1:] == ["it was a spare: nothing changes"]
 
@@ -163,14 +164,14 @@ async def test_what_a_newcomer_has_received_is_not_sent_again(stage: Stage) -> N
         assert (order.generation, 1 in order.members) == (5, True)
         assert order.transition is not None
         assert order.transition.keep == got[:1]
-        assert got[0] not in {layer for _, _, to, layer, _ in order.transition.moves if to == 1}
+        assert got[0] not in {move.layer for move in order.transition.moves if move.destination == 1}
         stage.start()
     assert [record["workers"] for record in stage.events("join")] == [[1]]
 
 
-def orders_to(stage: Stage, worker: int) -> list[StartGeneration]:
+def orders_to(stage: Stage, worker: int) -> list[WorkerOrders]:
     """The orders of a worker that were not prepared."""
-    return [message for message in stage.ranks[worker].sent if isinstance(message, StartGeneration)]
+    return [message.orders for message in stage.ranks[worker].sent if isinstance(message, StartGeneration)]
 
 
 @scene(**RESPAWNING)

@@ -13,7 +13,7 @@ from chameleon_ft.cluster import Cluster, Link, Worker
 from chameleon_ft.config import Recovery, RunConfig, Snapshots
 from chameleon_ft.coordinator.commands import Command
 from chameleon_ft.coordinator.decisions.cluster_state import ClusterState
-from chameleon_ft.coordinator.decisions.recovery_plan import RecoveryPlan, decide
+from chameleon_ft.coordinator.decisions.recovery_plan import decide
 from chameleon_ft.coordinator.decisions.redundancy import with_keepers
 from chameleon_ft.coordinator.events import Considered, Decided, Event
 from chameleon_ft.coordinator.state.checkpoints import Snapshot
@@ -32,9 +32,11 @@ from chameleon_ft.protocol.messages import (
     SnapshotTaken,
     StateDiffers,
 )
+from chameleon_ft.recovery.generation import GenerationSpec
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.workload import LayerCost, Workload
 from tests.coordinator.histories import History, new_state
+from tests.coordinator.plans import spec_of
 from tests.coordinator.test_recovery_plan import PLAN, RATE, cluster_state, context_of, quiesced
 from tests.golden import refused
 
@@ -47,8 +49,8 @@ SPREAD = CostModel(
 )
 
 
-def keepers_of(plan: RecoveryPlan, snapshots: Snapshots, memory: Mapping[str, int]) -> RecoveryPlan:
-    return with_keepers(plan, HOSTS, RunConfig(snapshots=snapshots), lambda hosts: SPREAD, memory)
+def keepers_of(plan: GenerationSpec, snapshots: Snapshots, memory: Mapping[str, int]) -> GenerationSpec:
+    return with_keepers(replace(plan, costs=SPREAD), RunConfig(snapshots=snapshots), memory)
 
 
 class SnapshotHistory(History):
@@ -56,17 +58,16 @@ class SnapshotHistory(History):
 
     def happen(self, event: Event) -> tuple[Command, ...]:
         match event:
-            case Decided(plan=plan):
-                event = replace(event, plan=self.kept(plan))
+            case Decided(spec=spec):
+                event = replace(event, spec=self.kept(spec))
             case Considered(plans=plans):
-                kept = (self.kept(RecoveryPlan.kept(plan, None)) for plan in plans)
-                event = replace(event, plans=tuple(plan.active() for plan in kept))
+                event = replace(event, plans=tuple(map(self.kept, plans)))
         return super().happen(event)
 
     off: str = ""
     """Why none are taken."""
 
-    def kept(self, plan: RecoveryPlan) -> RecoveryPlan:
+    def kept(self, plan: GenerationSpec) -> GenerationSpec:
         if self.off:
             return replace(plan, no_snapshots=self.off)
         return keepers_of(plan, EVERY_THIRD, {})
@@ -254,7 +255,7 @@ def test_workers_are_asked_for_one_when_it_pays() -> None:
 
 # --- whether any are taken -------------------------------------------------------------------------------------------
 
-START = RecoveryPlan(plan=PLAN, first_step=0, load="initial", roll_forward=None, policy="start", action="start")
+START = replace(spec_of(PLAN, load="initial"), costs=SPREAD)
 NEEDED = host_bytes(snapshot_memory(SNAPSHOT.layout, SPREAD.workload), HOSTS)
 
 
@@ -283,7 +284,7 @@ def test_by_default_none_are_taken_where_all_workers_hold_everything() -> None:
 
 def test_by_default_none_are_taken_over_a_backend_that_cannot_send_them_beside_training() -> None:
     config = RunConfig(device="cuda", backend="nccl")
-    plan = with_keepers(START, HOSTS, config, lambda hosts: SPREAD, {})
+    plan = with_keepers(START, config, {})
     assert (plan.snapshots, plan.no_snapshots) == (None, "they are not sent over nccl yet")
 
 
@@ -319,7 +320,7 @@ def test_the_memory_of_a_host_is_what_its_first_worker_found() -> None:
 # --- the way back ----------------------------------------------------------------------------------------------------
 
 
-def back(lost: Collection[int], **changes: Any) -> tuple[RecoveryPlan, ClusterState]:
+def back(lost: Collection[int], **changes: Any) -> tuple[GenerationSpec, ClusterState]:
     live = [worker for worker in range(6) if worker not in lost]
     layout = SNAPSHOT.layout
     for worker in lost:
@@ -327,7 +328,7 @@ def back(lost: Collection[int], **changes: Any) -> tuple[RecoveryPlan, ClusterSt
     cluster = cluster_state({worker: quiesced(7) for worker in live})
     cluster = replace(cluster, **{"snapshot": Snapshot(SNAPSHOT.step, layout), **changes})
     now = context_of(cluster)
-    return decide(cluster, now, policy="reroute", rate=RATE), cluster
+    return decide(cluster, now, policy="reroute", rate=RATE)[0], cluster
 
 
 def test_all_go_back_to_the_snapshot_if_no_holder_is_left() -> None:

@@ -14,7 +14,7 @@ from chameleon_ft import recovery
 from chameleon_ft.cluster import Cluster, Link, Worker
 from chameleon_ft.coordinator.commands import Send, Task
 from chameleon_ft.coordinator.decisions import cluster_state as speculation
-from chameleon_ft.coordinator.decisions import generation_orders
+from chameleon_ft.coordinator.decisions import recovery_plan
 from chameleon_ft.coordinator.decisions.cluster_state import IN_PLACE, SpeculativeDecision, without_search
 from chameleon_ft.cost.transition import StallModel
 from chameleon_ft.errors import ProgramError
@@ -135,7 +135,8 @@ async def test_after_the_reports_no_plan_is_looked_for_nor_checked(stage: Stage)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recovery, "decide", no_decision)
         patch.setattr(speculation, "decide", no_decision)
-        patch.setattr(generation_orders, "check_program", no_decision)
+        patch.setattr(recovery_plan, "check_program", no_decision)
+        patch.setattr(recovery_plan, "checked_program", no_decision)
         report(stage, 2, 3, HELD)
     assert stage.order().members == (0, 2, 3)
     (decision,) = stage.events("decision")

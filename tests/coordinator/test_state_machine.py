@@ -59,19 +59,11 @@ class Runs(MemberRuns):
         if self.connected(worker) and (upcoming is None or upcoming.number != generation):
             self.history.tell(worker, Prepared(generation=generation, error=error))
 
-    @precondition(
-        lambda self: self.history.state.switches.next is not None and not self.history.state.switches.next.is_switching
-    )
-    @rule(rarely=RARELY)
-    def orders_fail(self, rarely: bool) -> None:
-        if rarely:
-            self.history.orders_fail()
-
     @precondition(lambda self: self.history.state.switches.next is not None)
     @rule(data=st.data())
     def lose_a_participant(self, data: st.DataObject) -> None:
         assert self.history.state.switches.next is not None
-        worker = data.draw(st.sampled_from(self.history.state.switches.next.plan.participants))
+        worker = data.draw(st.sampled_from(self.history.state.switches.next.spec.participants))
         self.history.depart(self.history.connection(worker))
 
     @rule(workers=st.sets(WORKERS, max_size=2), host=st.sampled_from([None, None, "a host", "late", "elsewhere"]))

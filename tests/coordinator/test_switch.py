@@ -11,10 +11,10 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from chameleon_ft.coordinator.decisions.planner import decide_on_switch, plans_to
-from chameleon_ft.coordinator.decisions.recovery_plan import RecoveryPlan
 from chameleon_ft.cost.memory import program_memory
 from chameleon_ft.plan import Placement, data_pipeline_plan
 from chameleon_ft.recovery import POLICIES, STAY, Decision, DecisionContext, Proposal, decide
+from chameleon_ft.recovery.generation import GenerationSpec
 from chameleon_ft.recovery.scoring import measure
 from chameleon_ft.transfer import pull_s
 from tests.examples import examples
@@ -28,7 +28,7 @@ def leaving(now: DecisionContext, *workers: int) -> DecisionContext:
     return replace(after(now, *workers), leaving=tuple(now.costs.cluster.worker(worker) for worker in workers))
 
 
-def plans_for(now: DecisionContext, policy: str, *, migrates: bool = True) -> tuple[RecoveryPlan, ...]:
+def plans_for(now: DecisionContext, policy: str, *, migrates: bool = True) -> tuple[GenerationSpec, ...]:
     decision, plans = decide_on_switch(now, policy, rate_of(HORIZON_S, now), migrates=migrates)
     assert pickle.loads(pickle.dumps(plans)) == plans, "it is made in another process"
     assert decision == decide(replace(now, migrates=migrates), policy, rate_of(HORIZON_S, now))

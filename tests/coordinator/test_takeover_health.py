@@ -62,7 +62,7 @@ def return_to(history: History, load: int | Literal["initial"]) -> None:
     """Answer a question with a return to a checkpoint, or to fresh weights."""
     asked = history.questions.pop(0)
     plan = replace(a_plan(asked.members.live(), first_step=0 if load == "initial" else load), load=load)
-    history.happen(Decided(at=history.at, question=asked.question, plan=plan))
+    history.happen(Decided(at=history.at, question=asked.question, spec=plan))
 
 
 def quiesce(history: History, *, loaded: Collection[int], generation: int) -> None:

@@ -122,7 +122,7 @@ def test_layers_do_not_begin_to_move_while_a_worker_is_away() -> None:
     history.commit()
     history.wait(0.1)
     assert history.state.switches.next is not None
-    assert history.state.switches.next.plan.policy == "cancelled-migration"
+    assert history.state.switches.next.spec.policy == "cancelled-migration"
     history.switch()
     history.wait(0.1)
     assert history.considerations, "another course is looked for"
@@ -216,12 +216,12 @@ def test_a_plan_that_the_journal_lacks_is_that_which_workers_follow(migrates: bo
     assert history.state.generation > number
     history.holds = True
     history.quiesce(0, placed=number - 1)
-    history.quiesce(1, 2, placed=number, plan=followed.pack())
+    history.quiesce(1, 2, placed=number, spec=followed.to_json())
     (question,) = history.questions
     assert question.active_generation == number
     assert question.in_force is not None
     assert question.in_force.plan == (without_migration(followed) if migrates else followed).plan
-    assert not any(report.plan for report in question.quiesced.values()), "it is kept once"
+    assert not any(report.spec for report in question.quiesced.values()), "it is kept once"
     assert [event["generation"] for event in history.events("plan_restored")] == [number]
     history.holds = False
     history.answer(history.questions.pop())
@@ -255,7 +255,7 @@ def test_layers_that_move_are_given_up() -> None:
     history.wait(0.1)
     assert Task.PREPARE_GENERATION in history.commands
     assert history.state.switches.next is not None
-    assert history.state.switches.next.plan.policy == "cancelled-migration"
+    assert history.state.switches.next.spec.policy == "cancelled-migration"
 
 
 def test_a_run_whose_first_plan_was_not_written_ends_with_the_reason() -> None:

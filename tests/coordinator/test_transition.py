@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chameleon_ft.coordinator.state.active_plan import PlannedTransition, placement_of, plan_transition
 from chameleon_ft.errors import ControlError, NoHolderError
 from chameleon_ft.plan import LayerRange, Placement
+from chameleon_ft.recovery.transition import LayerMove, PlannedTransition, placement_of, plan_transition
 from chameleon_ft.workload import LayerCost
 from tests.golden import refused
 
@@ -41,8 +41,8 @@ def test_what_moves_and_what_is_kept() -> None:
     assert planned is not None
     assert planned.participants == (0, 2, 3)
     assert planned.keep == held, "all that is in force, although worker 0 does not need layer 1 any more"
-    parts = planned.parts(COSTS)
-    assert parts[2].moves == parts[3].moves == ((0, 3, 2, 2, 32),)
+    parts = planned.orders(COSTS)
+    assert parts[2].moves == parts[3].moves == (LayerMove(3, 2, 2, 32),)
     assert parts[0].moves == ()
 
 

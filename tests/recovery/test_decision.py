@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chameleon_ft.cluster import Cluster, Link, Worker
-from chameleon_ft.coordinator.state.active_plan import placement_of
 from chameleon_ft.cost.step import estimate_step, total_work_bound_s
 from chameleon_ft.errors import ConfigError, PlanError
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
@@ -25,6 +24,7 @@ from chameleon_ft.recovery import (
 )
 from chameleon_ft.recovery.decision import prospect_of
 from chameleon_ft.recovery.scoring import best_of, measure
+from chameleon_ft.recovery.transition import placement_of
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.search import SearchResult, find_plan
 from tests.examples import examples

@@ -14,9 +14,10 @@ from chameleon_ft.cost.step import estimate_step
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.plan import data_pipeline_plan
 from chameleon_ft.recovery import reroute
+from chameleon_ft.recovery.generation import CostsFrom, GenerationSpec
 from chameleon_ft.report.comparison import compare_generations, measured_steps
 from chameleon_ft.schedule import CostModel, OperationKind, best_program
-from chameleon_ft.storage.plans import CostsFrom, GenerationPlan, read_generation_plans
+from chameleon_ft.storage.plans import read_generation, read_generation_plans, write_generation
 from chameleon_ft.storage.timelines import RecordedReduction, RecordedStep, TimelineLog, read_recorded_steps
 from chameleon_ft.workload import LayerCost, Workload
 from tests.golden import refused
@@ -36,21 +37,23 @@ def planned(
     costs_from: CostsFrom = "profile",
     split: bool = False,
     recompute: Iterable[int] = (),
-) -> GenerationPlan:
+) -> GenerationSpec:
     plan = data_pipeline_plan(layer_costs=[1.0] * 4, dp=2, pp=2, micro_batches=6, split_backward=split)
     plan = recomputing(plan, recompute)
     plan = reroute(plan, lost, costs()) if lost else plan
-    return GenerationPlan(
+    return GenerationSpec(
         generation=generation,
         first_step=3,
         plan=plan,
         program=best_program(plan, costs()).program,
         costs=costs(),
         costs_from=costs_from,
+        policy="",
+        action="",
     )
 
 
-def recorded(plan: GenerationPlan, step: int, *, factor: float = 1.0, overhead_s: float = 0.5) -> list[RecordedStep]:
+def recorded(plan: GenerationSpec, step: int, *, factor: float = 1.0, overhead_s: float = 0.5) -> list[RecordedStep]:
     """Return a step that took `factor` times as long as predicted, on workers that start at different times."""
     estimate = estimate_step(plan.plan, plan.program, plan.costs)
     found = []
@@ -79,16 +82,16 @@ def recorded(plan: GenerationPlan, step: int, *, factor: float = 1.0, overhead_s
     "plan",
     [planned(), planned(2, lost=(1,)), planned(split=True, costs_from="assumed"), planned(recompute={1, 2})],
 )
-def test_a_plan_is_read_as_it_was_written(plan: GenerationPlan, tmp_path: Path) -> None:
-    plan.write(tmp_path / "generation-00001.json")
-    assert GenerationPlan.read(tmp_path / "generation-00001.json") == plan
+def test_a_plan_is_read_as_it_was_written(plan: GenerationSpec, tmp_path: Path) -> None:
+    write_generation(plan, tmp_path / "generation-00001.json")
+    assert read_generation(tmp_path / "generation-00001.json") == plan
     assert read_generation_plans(tmp_path) == {plan.generation: plan}
 
 
 @pytest.mark.parametrize(("before", "after"), [("F0.0", "X0.0"), ("F0.0", "F99.0"), ('"generation"', '"generator"')])
 def test_a_damaged_plan_is_named(before: str, after: str, tmp_path: Path) -> None:
     path = tmp_path / "generation-00001.json"
-    planned().write(path)
+    write_generation(planned(), path)
     text = path.read_text()
     assert before in text
     path.write_text(text.replace(before, after, 1))

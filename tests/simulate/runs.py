@@ -11,9 +11,10 @@ from typing import Any, Literal
 from chameleon_ft.config import Batch, Checkpoint, Parallel, Recovery, RunConfig, TrainConfig
 from chameleon_ft.events.records import FailureRecord, StepRecord
 from chameleon_ft.plan import Plan, data_pipeline_plan
+from chameleon_ft.recovery.generation import CostsFrom, GenerationSpec
 from chameleon_ft.schedule import CostModel, best_program
 from chameleon_ft.storage.files import RunDirectory
-from chameleon_ft.storage.plans import CostsFrom, GenerationPlan
+from chameleon_ft.storage.plans import write_generation
 from tests.simulate.clusters import costs
 
 PLAN = data_pipeline_plan(layer_costs=[1.0] * 6, dp=2, pp=1, micro_batches=24)
@@ -90,15 +91,17 @@ def recorded(
     run.plans.mkdir()
     known = costs(2) if model is None else model
     for generation, (plan, costs_from) in ({1: (PLAN, "profile")} if plans is None else plans).items():
-        planned = GenerationPlan(
+        planned = GenerationSpec(
             generation=generation,
             first_step=0,
             plan=plan,
             program=best_program(plan, known).program,
             costs=known,
             costs_from=costs_from,
+            policy="",
+            action="",
         )
-        planned.write(run.plan_file(generation))
+        write_generation(planned, run.plan_file(generation))
     run.events_file.write_text("".join(json.dumps(event) + "\n" for event in events), encoding="utf-8")
     flat = [(generation, step_s) for generation, steps in (steps_s or {}).items() for step_s in steps]
     records = [_step(number, *each) for number, each in enumerate(flat)]

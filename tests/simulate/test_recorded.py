@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.plan import Plan
+from chameleon_ft.recovery.generation import CostsFrom
 from chameleon_ft.simulate.parameters import Parameters
 from chameleon_ft.simulate.recorded import (
     Change,
@@ -20,7 +21,6 @@ from chameleon_ft.simulate.recorded import (
     recorded_run,
     trace_of_changes,
 )
-from chameleon_ft.storage.plans import CostsFrom
 from tests.golden import refused
 from tests.simulate.clusters import costs
 from tests.simulate.live import live_at

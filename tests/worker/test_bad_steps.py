@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from chameleon_ft.config import Batch, Checkpoint, Health, Parallel, Recovery, RunConfig, Snapshots
 from chameleon_ft.data import SampleOrder
 from chameleon_ft.plan import LayerRange
-from chameleon_ft.protocol.parts import Vote
+from chameleon_ft.plan.vote import Vote
 from chameleon_ft.storage.checkpoints import complete_checkpoints
 from chameleon_ft.verify import Verification, repeat_run
 from chameleon_ft.worker.execution.bad_steps import BadStepError, RecentSteps, Repetition
@@ -225,7 +226,7 @@ def test_contributions_are_compared(before: dict[str, float], later: dict[str, f
 
 
 def test_in_a_spike_the_last_bit_of_a_contribution_counts() -> None:
-    spike = BadStepError(VOTE.model_copy(update={"grad_square_sum": 9.0}), "why", {"loss": 1.0, "a": 2.0})
+    spike = BadStepError(replace(VOTE, grad_square_sum=9.0), "why", {"loss": 1.0, "a": 2.0})
     assert spike.changed({"loss": 1.0, "a": 2.0000002})
     assert not spike.changed({"loss": 1.0, "a": 2.0})
 

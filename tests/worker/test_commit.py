@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from chameleon_ft.errors import ControlError
-from chameleon_ft.protocol.parts import Vote
+from chameleon_ft.plan.vote import Vote
 from chameleon_ft.sync import Segment
 from chameleon_ft.worker.communicators.base import CommunicationError, Communicators
 from chameleon_ft.worker.execution.bad_steps import BadStepError

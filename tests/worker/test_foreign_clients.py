@@ -97,7 +97,7 @@ def test_no_key_can_be_written_without_the_token(tmp_path: Path) -> None:
     def write_keys() -> None:
         control = run.read_control()
         host, port = split_address(control.address)
-        forged = Publish(generation=2, key="generation-2/group-0/0/0", value="AAAA")
+        forged = Publish(generation=2, key="generation-2/group-0/0/0", value=bytes(3))
         for token in ("", "guessed"):
             try:
                 with connect(websocket_url(control.address), additional_headers=bearer(token), proxy=None) as client:

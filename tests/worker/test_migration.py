@@ -19,6 +19,7 @@ from chameleon_ft.job import Job, Precision
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
 from chameleon_ft.plan.shards import UNITS, Sharding, SliceMove, shard_optimizer
 from chameleon_ft.protocol.messages import Migrate
+from chameleon_ft.recovery.transition import LayerMove
 from chameleon_ft.schedule import Operation, best_program
 from chameleon_ft.sync import Segment, gradient_rounds, gradient_segments, tied_segments
 from chameleon_ft.worker.communicators.base import CommunicationError, InFlight, Tag
@@ -97,9 +98,11 @@ class Rank:
         """Begin the migration from another thread, as a rank does."""
         time.sleep(delay_s)
         allocations = {
-            layer: Allocation(HeldLayer.blank(self.job, layer, seed=SEED, device=CPU, is_divided=bool(order.slices)))
-            for _, destination, layer, _ in order.moves
-            if destination == self.worker
+            move.layer: Allocation(
+                HeldLayer.blank(self.job, move.layer, seed=SEED, device=CPU, is_divided=bool(order.slices))
+            )
+            for move in order.moves
+            if move.destination == self.worker
         }
         layers.begin(order, allocations=allocations, migrated=self.migrated)
 
@@ -182,7 +185,7 @@ class Rank:
 
 def move(*moves: tuple[int, int, int, int], hold_s: float = 0.0, slices: Sequence[SliceMove] = ()) -> Migrate:
     units = tuple((each.source, each.destination, each.layer, each.start, each.stop, 100) for each in slices)
-    return Migrate(generation=1, moves=moves, slices=units, hold_s=hold_s)
+    return Migrate(generation=1, moves=tuple(LayerMove(*each) for each in moves), slices=units, hold_s=hold_s)
 
 
 def train(
@@ -208,8 +211,8 @@ def train(
     routes = [Route(m, (Hop(m % 2, WHOLE),)) for m in range(BATCH.micro_batches)]
     held = {0: set(WHOLE), 1: set(WHOLE)}
     shadows: dict[int, set[int]] = {}
-    for _, destination, layer, _ in order.moves:
-        shadows.setdefault(destination, set()).add(layer)
+    for each in order.moves:
+        shadows.setdefault(each.destination, set()).add(each.layer)
     placement = Placement(LAYERS, {0: (WHOLE,), 1: (WHOLE,)})
     plan = Plan(placement, tuple(routes))
     program = best_program(plan, equal_costs(layers=LAYERS, micro_batches=BATCH.micro_batches, workers=2)).program

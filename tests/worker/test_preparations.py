@@ -15,7 +15,12 @@ import pytest
 import torch
 from torch import nn
 
-from chameleon_ft.protocol.messages import Discard, Message, Migrate, Prepare, Prepared, StartGeneration
+from chameleon_ft.plan import LayerRange
+from chameleon_ft.protocol.messages import Discard, Message, Migrate, Prepare, Prepared
+from chameleon_ft.recovery.generation import WorkerOrders
+from chameleon_ft.recovery.transition import LayerMove
+from chameleon_ft.schedule import Program
+from chameleon_ft.sync import Segment
 from chameleon_ft.worker.communicators.base import Communicators, Membership
 from chameleon_ft.worker.control_client import ControlClient
 from chameleon_ft.worker.execution.layers import HeldLayer
@@ -27,7 +32,7 @@ from tests.worker.toy import SEED, toy_job
 
 CPU = torch.device("cpu")
 LAYERS = 4
-MOVES = ((1, 0, 2, 100), (1, 0, 3, 100))
+MOVES = (LayerMove(1, 0, 2, 100), LayerMove(1, 0, 3, 100))
 """Layers 2 and 3 move from worker 1 to worker 0."""
 
 
@@ -57,14 +62,15 @@ class Client:
         self.preparations.put(Migrate(generation=generation, moves=MOVES))
 
     def prepare(self, generation: int, *, drops: bool = False) -> None:
-        order = StartGeneration(
+        orders = WorkerOrders(
             generation=generation,
+            worker=0,
             members=(0, 1),
             first_step=5,
-            operations="",
-            segments=((0, 2, (0, 1), ()), (2, LAYERS, (1,) if drops else (0, 1), ())),
+            program=Program({0: ()}),
+            segments=(Segment(LayerRange(0, 2), (0, 1)), Segment(LayerRange(2, LAYERS), (1,) if drops else (0, 1))),
         )
-        self.preparations.put(Prepare(order=order))
+        self.preparations.put(Prepare(orders=orders))
 
     def discard(self, generation: int) -> None:
         self.over.add(generation)

@@ -51,8 +51,15 @@ def test_no_operation_begins_in_a_generation_that_is_over(run_before: int) -> No
         client=SimpleNamespace(is_over=is_over, finishing=False),  # type: ignore[arg-type]
         generation=SimpleNamespace(  # type: ignore[arg-type]
             number=1,
-            operations=operations,
-            order=SimpleNamespace(generation=1, roll_forward=None, rest=None, first_step=0, skipped=(), finish=False),
+            order=SimpleNamespace(
+                generation=1,
+                operations=operations,
+                roll_forward=None,
+                rest=None,
+                first_step=0,
+                skipped=(),
+                finish=False,
+            ),
         ),
         committer=committer,
         executor=executor,

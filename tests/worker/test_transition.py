@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from chameleon_ft.config import Failure, FailurePhase
-from chameleon_ft.coordinator.state.active_plan import placement_of, plan_transition
 from chameleon_ft.models.build import tensor_bytes
 from chameleon_ft.plan import LayerRange
-from chameleon_ft.protocol.parts import Transition
+from chameleon_ft.recovery.transition import LayerMove, TransitionOrders, placement_of, plan_transition
 from chameleon_ft.storage.files import FaultLog
 from chameleon_ft.worker.communicators.base import Channel, CommunicationError
 from chameleon_ft.worker.execution.layers import HeldLayer, HeldLayers, LayerState
@@ -277,5 +276,6 @@ def test_failures_of_the_phases_come_when_they_are_due(
 
 
 def test_a_worker_needs_the_channels_of_what_it_sends_and_receives() -> None:
-    transition = Transition(participants=(0, 1, 2), keep=(), moves=((0, 1, 0, 3, 9), (0, 0, 2, 1, 9), (1, 1, 0, 4, 9)))
+    moves = (LayerMove(1, 0, 3, 9), LayerMove(0, 2, 1, 9), LayerMove(1, 0, 4, 9, round=1))
+    transition = TransitionOrders(participants=(0, 1, 2), keep=(), moves=moves)
     assert channels_of_transition(transition) == (Channel(0, 2, True), Channel(1, 0, True))

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chameleon_ft.coordinator.state.active_plan import PlannedTransition, placement_of, plan_transition
 from chameleon_ft.job import Job
 from chameleon_ft.plan import LayerRange
+from chameleon_ft.recovery.transition import PlannedTransition, placement_of, plan_transition
 from chameleon_ft.storage.files import FaultLog
 from chameleon_ft.sync import Segment
 from chameleon_ft.worker.communicators.base import CommunicationError, Membership
@@ -167,7 +167,7 @@ def carry_out(
         allocator = LayerAllocator(toy_job(LAYERS), seed=SEED, device=CPU, ahead=ahead)
         rank = toy_rank(toy_job(LAYERS), worker=worker, faults=no_faults(worker, directory))
         transfer = StateTransfer(rank, allocator)
-        part = planned.parts(COSTS)[worker]
+        part = planned.orders(COSTS)[worker]
         transfer.begin(part, states[worker])
         try:
             return transfer.carry_out(part, states[worker], Line(network, worker), step=3)

@@ -1,8 +1,7 @@
 """Carries out the commands of the state machine: decisions, orders, records and files.
 
-The decisions that the state machine asks for: how to start, and how to continue after a loss.
-
-The orders of generations: worked out from plans, recorded, and sent to workers.
+`DecisionTasks` makes the decisions that the state machine asks for: how to start, and how to continue after a loss.
+`Orders` sends the orders of the generations that follow from them.
 """
 
 from __future__ import annotations
@@ -20,10 +19,8 @@ from chameleon_ft.config import RunConfig, config_to_toml
 from chameleon_ft.coordinator import commands, events
 from chameleon_ft.coordinator.decisions.decisions import DecisionCache, Decisions
 from chameleon_ft.coordinator.decisions.planner import Planner
-from chameleon_ft.coordinator.decisions.recovery_plan import RecoveryPlan
 from chameleon_ft.coordinator.peers import Peers, RendezvousStore
 from chameleon_ft.coordinator.run_files import Examined, RunCheckpoints, RunFiles
-from chameleon_ft.coordinator.state.active_plan import ActivePlan
 from chameleon_ft.coordinator.state.checkpoints import describe_unreadable
 from chameleon_ft.coordinator.state.state import Phase, State
 from chameleon_ft.cost.profile import Profile
@@ -32,8 +29,8 @@ from chameleon_ft.plan import Plan
 from chameleon_ft.protocol import messages
 from chameleon_ft.protocol.background_tasks import BackgroundTasks
 from chameleon_ft.protocol.job_info import JobInfo
+from chameleon_ft.recovery.generation import GenerationSpec
 from chameleon_ft.storage.files import RunDirectory
-from chameleon_ft.storage.plans import GenerationPlan
 from chameleon_ft.storage.recorder import Recorder
 from chameleon_ft.storage.run_storage import checkpoint_storage, record_copies
 
@@ -87,14 +84,14 @@ class DecisionTasks:
         unreadable = {**state.checkpoints.unreadable, **damages}
         complete = self._checkpoints.steps()
         answer = self._decided(state, [step for step in complete if step not in unreadable], unreadable)
-        if not isinstance(answer, events.Decided) or not isinstance(step := answer.plan.load, int):
+        if not isinstance(answer, events.Decided) or not isinstance(step := answer.spec.load, int):
             return answer
 
         def examined(found: Examined) -> events.Event | None:
             if found.damage is None:
                 if state.active is None:
                     self._report_resumed(step, found)
-                return answer
+                return replace(answer, at=self._now())
             if found.is_damaged:
                 self._checkpoints.mark_damaged(step)
                 message = describe_unreadable(step, found.damage)
@@ -118,34 +115,55 @@ class DecisionTasks:
     def _decided(self, state: State, checkpoints: list[int], unreadable: Mapping[int, str]) -> events.Event:
         question = state.question
         damages = "".join(f"; {describe_unreadable(step, why)}" for step, why in sorted(unreadable.items()))
+        checkpoint, members = None, state.members
         if state.holds_nothing:
             if self._resume and damages and not checkpoints:
                 reason = f"there is no checkpoint that can be read{damages}"
                 return events.DecisionFailed(at=self._now(), question=question, reason=reason)
             checkpoint = checkpoints[-1] if checkpoints and self._resume else None
-            members = state.members
-            if optimizer := self._planner.undivided:
-                message = (
-                    f"every holder of a layer keeps all of it: {optimizer} is not known to update each element of a "
-                    "parameter by itself; a job says that its optimizer does by Job(elementwise=True)"
-                )
-                self._recorder.event("optimizer_undivided", optimizer=optimizer, message=message)
-            for hint in self._planner.hints:
-                self._recorder.event("hint", message=hint)
-            plan = self._planner.start(
-                members.live(), members.hosts(), checkpoint=checkpoint, host_memory=members.host_memory()
-            )
-            return events.Decided(at=self._now(), question=question, plan=plan, choice=events.Choice.of(plan))
+            self._report_hints()
         try:
-            plan, chosen_at = self._decisions.decide(state, checkpoints)
+            if state.holds_nothing:
+                spec = self._planner.start(
+                    members.live(), members.hosts(), checkpoint=checkpoint, host_memory=members.host_memory()
+                )
+                return events.Decided(at=self._now(), question=question, spec=spec)
+            found, chosen_at = self._decisions.decide(state, checkpoints)
         except NoHolderError as error:
             remedy = "" if self._config.checkpoint.every else ": set checkpoint.every to write some"
             reason = f"{error}{damages or _NO_CHECKPOINT + remedy}"
             return events.DecisionFailed(at=self._now(), question=question, reason=reason)
         except (ControlError, ProfileError) as error:
             return events.DecisionFailed(at=self._now(), question=question, reason=f"{error}{damages}")
-        choice = events.Choice.of(plan)
-        return events.Decided(at=self._now(), question=question, plan=plan, choice=choice, chosen_at=chosen_at)
+        choice = None
+        if found.decision is not None:
+            chosen = found.decision.chosen
+            choice = events.Choice(
+                record=found.to_json(),
+                step_s=None if chosen is None else chosen.step_s,
+                stall_s=None if chosen is None else chosen.stall_s,
+                is_prepared=found.is_prepared,
+                chosen_at=chosen_at,
+            )
+        return events.Decided(
+            at=self._now(),
+            question=question,
+            spec=found.spec,
+            choice=choice,
+            repeated_s=found.repeated_s,
+            is_provisional=found.is_provisional,
+        )
+
+    def _report_hints(self) -> None:
+        """Record what may be wrong with the job, as a run begins."""
+        if optimizer := self._planner.undivided:
+            message = (
+                f"every holder of a layer keeps all of it: {optimizer} is not known to update each element of a "
+                "parameter by itself; a job says that its optimizer does by Job(elementwise=True)"
+            )
+            self._recorder.event("optimizer_undivided", optimizer=optimizer, message=message)
+        for hint in self._planner.hints:
+            self._recorder.event("hint", message=hint)
 
     def _report_resumed(self, step: int, found: Examined) -> None:
         """Record which checkpoints a resumed run does not use, and in what its job differs."""
@@ -159,29 +177,19 @@ class DecisionTasks:
 
     async def consider(self, state: State) -> None:
         """Decide while training continues, and handle the answer."""
-        question = state.scale_up.question
         try:
-            found = await self._decisions.consider(state)
+            answer = await self._decisions.consider(state, self._now)
         except Exception as error:  # noqa: BLE001 - the executor's process may be gone; training continues without
             reason = f"{type(error).__name__}: {error}"
-            answer = events.Considered(at=self._now(), question=question, error=reason)
-        else:
-            answer = events.Considered(
-                at=self._now(),
-                question=question,
-                staying=found.context.live,
-                plans=tuple(plan.active() for plan in found.plans),
-                reason=found.reason,
-            )
+            answer = events.Considered(at=self._now(), question=state.scale_up.question, error=reason)
         self._handle(answer)
 
 
 class Orders:
-    """Works out the orders of each generation, and sends them.
+    """Sends the orders of each generation, records it, and has it measured.
 
     Args:
         peers: the connected peers.
-        now: returns the time.
     """
 
     def __init__(
@@ -189,106 +197,66 @@ class Orders:
         run: RunDirectory,
         *,
         planner: Planner,
-        decisions: Decisions,
         rendezvous: RendezvousStore,
         recorder: Recorder,
         peers: Peers,
-        now: Callable[[], events.Moment],
     ) -> None:
         self._run = run
         self._planner = planner
-        self._decisions = decisions
         self._rendezvous = rendezvous
         self._recorder = recorder
         self._peers = peers
-        self._now = now
-        self._prepared: GenerationPlan | None = None  # of the generation that is being prepared, or was last
-        self._in_force: GenerationPlan | None = None
 
     def continue_from(self, state: State) -> None:
-        """Take in the generations of a coordinator that is lost; send nothing."""
+        """Take in the generation of a coordinator that is lost; send nothing."""
         if state.active is not None:
-            planned, _ = self._orders(state, RecoveryPlan.kept(state.active, None), state.generation)
-            self._begin(state, planned)
-        if (upcoming := state.switches.underway) is not None:
-            self._prepared, _ = self._orders(state, RecoveryPlan.kept(upcoming.plan, None), upcoming.number)
+            self._planner.begin(state.active, state.members.hosts())
 
-    def launch(self, state: State, plan: RecoveryPlan, *, is_first: bool) -> events.Event:
-        """Send the orders of a generation."""
-        generation = state.generation
-        try:
-            planned, orders = self._orders(state, plan, generation, active=state.active)
-        except ProfileError as error:  # a link between hosts without costs
-            return events.DecisionFailed(at=self._now(), question=state.question, reason=str(error))
-        self._peers.send_alike(orders)
-        self._begin(state, planned)
-        launched = events.Launched(at=self._now(), generation=generation)
+    def launch(self, state: State, spec: GenerationSpec, *, is_first: bool) -> None:
+        """Send the orders of a generation, which begins."""
+        self._send(state, spec, messages.StartGeneration)
         # Before any answer is handled: records of a generation mean nothing without its plan.
-        self._recorder.plan(planned, policy=plan.policy)
+        self.begin(state)
         if is_first:
-            self._recorder.started(self._planner.describe(plan, run=str(self._run.path), generation=generation))
-        return launched
+            self._recorder.started(self._planner.describe(spec, run=str(self._run.path)))
 
-    def prepare(self, state: State) -> events.Event | None:
+    def prepare(self, state: State) -> None:
         """Send the orders of the next generation, to be prepared."""
-        upcoming = state.switches.next
-        assert upcoming is not None
-        try:
-            to_prepare = self._to_prepare(state, upcoming.plan)
-            self._prepared, orders = self._orders(state, to_prepare, upcoming.number, active=upcoming.plan)
-        except ProfileError as error:
-            return events.PrepareFailed(at=self._now(), generation=upcoming.number, reason=str(error))
-        self._peers.send_alike({connection: messages.Prepare(order=order) for connection, order in orders.items()})
-        return None
+        assert state.switches.next is not None
+        self._send(state, state.switches.next.spec, messages.Prepare)
 
     def migrate(self, state: State, command: commands.Migrate) -> None:
         """Send the orders to move layers."""
-        order = self._planner.migrate(command.plan, state.members.hosts(), generation=command.generation)
+        order = messages.Migrate.of(command.spec)
         for worker in command.workers:
             if (connection := state.members[worker].connection) is not None:
                 self._peers.send(connection, order)
 
     def begin(self, state: State) -> None:
-        """Record the plan of the generation that was prepared last, and begin to measure it."""
-        planned, active = self._prepared, state.active
-        assert active is not None
-        assert planned is not None
-        assert planned.generation == state.active_generation
-        self._begin(state, planned)
-        self._recorder.plan(replace(planned, first_step=active.first_step), policy=active.policy)
+        """Record the generation that is in force, and begin to measure it."""
+        assert state.active is not None
+        self._planner.begin(state.active, state.members.hosts())
+        self._recorder.plan(state.active)
 
-    def _begin(self, state: State, planned: GenerationPlan) -> None:
-        self._in_force = planned
-        self._planner.begin(planned, state.members.hosts())
+    def _send(
+        self, state: State, spec: GenerationSpec, kind: type[messages.StartGeneration | messages.Prepare]
+    ) -> None:
+        """Send the orders of a generation to its workers.
 
-    def _to_prepare(self, state: State, plan: ActivePlan) -> RecoveryPlan:
-        """Return a plan with its program; if only owners change, that is the one in force, and nothing is searched."""
-        found, active, now = self._decisions.to_prepare(plan), state.active, self._in_force
-        assert active is not None
-        is_same = (plan.plan, plan.in_flight_limits) == (active.plan, active.in_flight_limits)
-        return RecoveryPlan.kept(plan, now.program) if is_same and found.program is None and now is not None else found
-
-    def _orders(
-        self, state: State, plan: RecoveryPlan, generation: int, *, active: ActivePlan | None = None
-    ) -> tuple[GenerationPlan, dict[int, messages.StartGeneration]]:
-        """Return the record of a generation and the orders of its workers, by connection.
-
-        While the disk is full or does not answer, workers keep the plan, `active`, in place of the journal.
+        While the disk is full or does not answer, workers keep the whole generation in place of the journal.
         """
-        self._rendezvous.forget_before(min(generation, state.active_generation))
-        planned, orders = self._planner.orders(plan, state.members.hosts(), generation=generation)
-        skipped = tuple(sorted(state.health.skipped))
+        self._rendezvous.forget_before(min(spec.generation, state.active_generation))
         complete = state.snapshots.complete
-        kept = "" if active is None or not self._recorder.files.is_late else active.pack()
-        known = {
-            "skipped": skipped,
-            "snapshot": None if complete is None else complete.step,
-            "finish": state.ending is not None and state.ending.trains_no_step,
-            "plan": kept,
-        }
-        orders = {worker: order.model_copy(update=known) for worker, order in orders.items()}
+        orders = spec.orders(
+            finish=state.ending is not None and state.ending.trains_no_step,
+            skipped=tuple(sorted(state.health.skipped)),
+            snapshot=None if complete is None else complete.step,
+            spec=spec.to_json() if self._recorder.files.is_late else "",
+        )
         connections = {worker: state.members[worker].connection for worker in orders}
-        return planned, {at: orders[worker] for worker, at in connections.items() if at is not None}
+        self._peers.send_alike(
+            {at: kind(orders=orders[worker]) for worker, at in connections.items() if at is not None}
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -377,11 +345,9 @@ class CommandRunner:
         self.orders = Orders(
             run,
             planner=self.planner,
-            decisions=self.decisions,
             rendezvous=self.rendezvous,
             recorder=recorder,
             peers=peers,
-            now=now,
         )
         self._welcome = messages.Welcome(
             config=config_to_toml(config),
@@ -417,11 +383,8 @@ class CommandRunner:
                 self._peers.send(command.connection, self._welcome.model_copy(update=own))
             case commands.Record(record=record):
                 self._recorder.record(record)
-            case commands.Task.RECORD_SCALE_UP:
-                if (fields := self.decisions.describe_scale_up()) is not None:
-                    self._recorder.event("decision", generation=state.generation, **fields)
             case commands.Task.PREPARE_GENERATION:
-                return self.orders.prepare(state)
+                self.orders.prepare(state)
             case commands.Task.BEGIN_GENERATION:
                 self.orders.begin(state)
             case commands.Migrate():
@@ -442,8 +405,8 @@ class CommandRunner:
             case commands.Task.DECIDE:
                 self._cancel_speculation()
                 return self.decision_tasks.decide(state)
-            case commands.Launch(plan=plan, is_first=is_first):
-                return self.orders.launch(state, plan, is_first=is_first)
+            case commands.Launch(spec=spec, is_first=is_first):
+                self.orders.launch(state, spec, is_first=is_first)
             case commands.Task.CONSIDER_SCALE_UP:
                 self._tasks.start(self.decision_tasks.consider(state))
             case commands.Task.PREPARE_DECISIONS:

@@ -9,12 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from chameleon_ft.coordinator.decisions.recovery_plan import RecoveryPlan
-from chameleon_ft.coordinator.state.active_plan import ActivePlan
 from chameleon_ft.events.records import RunRecord, RunStatus
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.protocol.messages import Message
 from chameleon_ft.protocol.parts import OperationTimes
+from chameleon_ft.recovery.generation import GenerationSpec
 from chameleon_ft.transfer import Transfer
 
 
@@ -31,12 +30,10 @@ class Task(Command, Enum):
     """Choose the first plan, or how to continue while every survivor waits. Answer: `Decided` or `DecisionFailed`."""
     CONSIDER_SCALE_UP = "consider scale-up"
     """Decide during training whether another plan is better, or needed for workers to leave. Answer: `Considered`."""
-    RECORD_SCALE_UP = "record scale-up"
-    """Record that decision: its plan is in force now, or it was to continue as before."""
     PREPARE_GENERATION = "prepare generation"
-    """Work out and send the orders of the next generation, to be prepared. Answer, if it fails: `PrepareFailed`."""
+    """Send the orders of the next generation, to be prepared."""
     BEGIN_GENERATION = "begin generation"
-    """Record the plan of the generation that was prepared, and begin to measure it: it is in force."""
+    """Record the generation that was prepared, and begin to measure it: it is in force."""
     PREPARE_DECISIONS = "prepare decisions"
     """Prepare decisions on the next loss during training, unless the prepared ones still fit."""
     SPECULATE = "speculate"
@@ -47,10 +44,9 @@ class Task(Command, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Migrate(Command):
-    """Send some workers of a plan the order to move its layers while a generation trains."""
+    """Send some workers of a generation the order to move layers while it trains."""
 
-    generation: int
-    plan: ActivePlan
+    spec: GenerationSpec
     workers: tuple[int, ...]
 
 
@@ -160,9 +156,9 @@ class Finish(Command):
 
 @dataclass(frozen=True, slots=True)
 class Launch(Command):
-    """Work out the orders of a generation and send them. Answer: `Launched` or `DecisionFailed`."""
+    """Send the orders of a generation, record it, and begin to measure it."""
 
-    plan: RecoveryPlan
+    spec: GenerationSpec
     is_first: bool
 
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Self
+from typing import Annotated
 
 from pydantic import BeforeValidator
 
-from chameleon_ft.coordinator.decisions.recovery_plan import RecoveryPlan
-from chameleon_ft.coordinator.state.active_plan import ActivePlan
 from chameleon_ft.coordinator.state.incidents import Fault
 from chameleon_ft.events.records import RunStatus
+from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.protocol.codec import message_of
 from chameleon_ft.protocol.messages import Message
+from chameleon_ft.recovery.generation import GenerationSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,59 +91,65 @@ class FaultsInjected(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """A choice between candidates: the fields of its record, and the seconds predicted for the chosen one."""
+    """A choice between candidates.
+
+    Attributes:
+        record: the fields of its record, except generation and duration.
+        step_s, stall_s: the seconds predicted for the chosen candidate.
+        is_prepared: It was made before the workers were lost.
+        chosen_at: the Unix time at which it was known.
+    """
 
     record: Mapping[str, object]
     step_s: float | None
     stall_s: float | None
-
-    @classmethod
-    def of(cls, plan: RecoveryPlan) -> Self | None:
-        """Return the choice that led to a plan; None if there was nothing to choose."""
-        if plan.decision is None:
-            return None
-        chosen = plan.decision.chosen
-        step_s, stall_s = (None, None) if chosen is None else (chosen.step_s, chosen.stall_s)
-        return cls(record=plan.to_json(), step_s=step_s, stall_s=stall_s)
+    is_prepared: bool
+    chosen_at: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decided(Event):
-    """The answer to `Task.DECIDE`; `chosen_at` is the Unix time at which the choice was known."""
+    """The answer to `Task.DECIDE`.
+
+    Attributes:
+        spec: the next generation, still without its number.
+        choice: the choice that led to it; None if there was nothing to choose.
+        repeated_s: seconds of a step whose work is repeated.
+        is_provisional: A better plan may be found later.
+    """
 
     question: int
-    plan: RecoveryPlan
+    spec: GenerationSpec
     choice: Choice | None = None
-    chosen_at: float = 0.0
+    repeated_s: float = 0.0
+    is_provisional: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecisionFailed(Event):
-    """There is no feasible plan, or the chosen one cannot be carried out."""
+    """There is no feasible plan."""
 
     question: int
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Launched(Event):
-    """The orders of a generation have been sent."""
-
-    generation: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Considered(Event):
-    """The answer to `Task.CONSIDER_SCALE_UP`."""
+    """The answer to `Task.CONSIDER_SCALE_UP`.
+
+    Attributes:
+        staying: live workers that the decision was made for, without those that are to leave.
+        plans: the generations to switch to, one after the other; if there are none, training continues as before.
+        record: the fields of the record of the decision, except for the generation.
+        reason: why there is no plan without the workers that are to leave.
+        error: why the decision failed, if it did.
+    """
 
     question: int
-    # The live workers that the decision was made for, without those that are to leave.
     staying: tuple[int, ...] = ()
-    # The run switches to these plans, one after the other; without any it continues as before.
-    plans: tuple[ActivePlan, ...] = ()
-    # Why there is no plan without the workers that are to leave.
+    plans: tuple[GenerationSpec, ...] = ()
+    record: Mapping[str, object] = FrozenMap({})
     reason: str = ""
-    # Why the decision failed.
     error: str | None = None
 
 
@@ -153,14 +159,6 @@ class MarkFailed(Event):
 
     step: int
     error: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrepareFailed(Event):
-    """The orders of a generation cannot be worked out; answers `Task.PREPARE_GENERATION`."""
-
-    generation: int
-    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,6 +24,7 @@ from chameleon_ft.coordinator.state.state import Phase, State
 from chameleon_ft.coordinator.state_machine import step
 from chameleon_ft.errors import ConfigError, ControlError, describe_invalid
 from chameleon_ft.events.records import RunStatus
+from chameleon_ft.plan.frames import plain
 from chameleon_ft.protocol.messages import Committed, Hello
 from chameleon_ft.storage.file_queue import FileQueue
 from chameleon_ft.storage.files import RunDirectory, read_lines
@@ -119,8 +120,6 @@ def event_fields(event: events.Event) -> dict[str, object]:
         case events.Received(message=Committed(times=times) as message) if times.channels:
             times = times.model_copy(update={"channels": ()})
             event = replace(event, message=message.model_copy(update={"times": times}))
-        case events.Decided():
-            event = replace(event, plan=event.plan.without_orders())
     return {"type": type(event).__name__, "event": event}
 
 
@@ -144,7 +143,7 @@ class Journal:
     changes that peers know:
 
     - A generation that ranks know and the journal does not: ranks say so when they return, see `Hello.known`, and give
-      its plan back when they quiesce, see `Quiesced.plan`. Without the first plan, the run ends.
+      its plan back when they quiesce, see `Quiesced.spec`. Without the first plan, the run ends.
     - Messages of peers: they are sent again, because none is acknowledged that is not in the journal. Records that
       follow from them are made again.
     - A worker that is lost, and so does not return: it is found lost once more.
@@ -263,7 +262,7 @@ class Journal:
 
 
 def _as_line(content: Mapping[str, Any]) -> str:
-    return to_json(content, fallback=dict, inf_nan_mode="constants").decode() + "\n"
+    return to_json(content, fallback=plain, inf_nan_mode="constants").decode() + "\n"
 
 
 def _is_due(event: events.Event, after: State, orders: Iterable[commands.Command]) -> bool:

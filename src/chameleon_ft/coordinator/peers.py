@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Final
+from typing import Any, Final
 
 from chameleon_ft.protocol import messages
-from chameleon_ft.protocol.codec import encode, encode_alike
+from chameleon_ft.protocol.codec import encode
 from chameleon_ft.protocol.messages import LookUp, Message, Publish, Published, ReadRunFile, Refused, RunFilePart
 from chameleon_ft.protocol.parts import folder_of
 from chameleon_ft.protocol.server import Peer
@@ -35,7 +35,7 @@ class Peers:
         self.written: dict[int, int] = {}
         self._connected: dict[int, Peer] = {}
         # The last message of each type and its text: often all peers are sent the same one.
-        self._last_sent: dict[type[Message], tuple[Message, str]] = {}
+        self._last_sent: dict[type[Message], tuple[Message, str | bytes]] = {}
 
     def __contains__(self, connection: int) -> bool:
         return connection in self._connected
@@ -85,10 +85,11 @@ class Peers:
             self.send(connection, message)
 
     def send_alike(self, orders: Mapping[int, Message]) -> None:
-        """Send messages of one type, by connection; what they share is encoded once."""
-        for (connection, order), text in zip(orders.items(), encode_alike([*orders.values()]), strict=True):
+        """Send messages by connection; what they share is encoded once."""
+        shared: dict[int, tuple[object, Any]] = {}
+        for connection, order in orders.items():
             if (peer := self._connected.get(connection)) is not None:
-                peer.send(order, text)
+                peer.send(order, encode(order, shared))
 
     def drop(self, connection: int) -> None:
         """Close the connection of a peer."""
@@ -123,7 +124,7 @@ class RendezvousStore:
 
     def __init__(self) -> None:
         # By generation, folder and key.
-        self._values: dict[int, dict[str, dict[str, str]]] = {}
+        self._values: dict[int, dict[str, dict[str, bytes]]] = {}
         # The connections, by generation and key.
         self._waiting: dict[int, dict[str, list[int]]] = {}
         # The connection, by generation, folder and key.

@@ -87,16 +87,12 @@ def step(state: State, event: events.Event) -> tuple[State, tuple[commands.Comma
             regrouping.decided(draft, event)
         case events.DecisionFailed():
             regrouping.decision_failed(draft, event)
-        case events.Launched():
-            regrouping.launched(draft, event)
         case events.Considered():
             scale_up.considered(draft, event)
         case events.OperationsMeasured():
             progress.operations_measured(draft, event)
         case events.MarkFailed(step=unmarked, error=error):
             checkpoints.not_marked(draft, unmarked, error)
-        case events.PrepareFailed():
-            switches.prepare_failed(draft, event)
         case events.FaultsInjected(faults=faults):
             draft.state = replace(draft.state, faults=faults)
         case events.Interrupted(signal=signal):

@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chameleon_ft.errors import PlanError
+from chameleon_ft.plan.frames import Repeated
 from chameleon_ft.plan.plan import Placement
 
 UNITS: Final = 1 << 16
@@ -133,7 +134,7 @@ class LayerShards:
 class Sharding:
     """The slices of all layers, first layer to last."""
 
-    layers: tuple[LayerShards, ...]
+    layers: Repeated[LayerShards]
 
     @property
     def lost_layers(self) -> tuple[int, ...]:

@@ -1,7 +1,4 @@
-"""The client's end of the control connections, which outlasts the coordinator.
-
-Heartbeats: the pings on a control connection, at both of its ends.
-"""
+"""The client's end of the control connections, which outlasts the coordinator, and the heartbeats of both ends."""
 
 from __future__ import annotations
 

@@ -1,39 +1,23 @@
-"""The messages between coordinators, agents and ranks; `codec` writes each as one JSON object.
+"""The messages between coordinators, agents and ranks, as `codec` writes them.
 
 A rank is one process of the run. `generation` is the number of a membership with its plan; receivers drop messages of a
-generation that is over.
-
-The messages of the coordinator, and requests to it; see `messages`.
-
-The messages of ranks, agents and standbys to the coordinator; see `messages`.
+generation that is over. First come the messages of the coordinator, and requests to it; then those of ranks, agents
+and standbys to the coordinator.
 """
 
 from __future__ import annotations
 
 import os
-from typing import Final, Literal
+from typing import Final, Literal, Self
 
 from chameleon_ft.config import BackendName, DeviceName, FailureKind, FailurePhase
 from chameleon_ft.events.records import RunStatus
-from chameleon_ft.plan import LayerRange
-from chameleon_ft.plan.shards import Sharding
-from chameleon_ft.plan.snapshots import Rebuilding, SnapshotShare
-from chameleon_ft.protocol.parts import (
-    BoundaryMessage,
-    HostReport,
-    MessagePart,
-    OperationTimes,
-    Progress,
-    RankProcess,
-    Rest,
-    Shards,
-    Transition,
-    Vote,
-    unpack_operations,
-    unpack_shards,
-)
-from chameleon_ft.schedule import Operation
-from chameleon_ft.sync import Segment
+from chameleon_ft.plan.rest import StepProgress
+from chameleon_ft.plan.shards import UNITS
+from chameleon_ft.plan.vote import Vote
+from chameleon_ft.protocol.parts import BoundaryMessage, HostReport, MessagePart, OperationTimes, RankProcess
+from chameleon_ft.recovery.generation import GenerationSpec, WorkerOrders
+from chameleon_ft.recovery.transition import LayerMove
 
 
 class Message(MessagePart):
@@ -65,7 +49,7 @@ class Published(Message):
 
     type: Literal["published"] = "published"
     generation: int
-    values: tuple[tuple[str, str], ...]  # (key, value)
+    values: tuple[tuple[str, bytes], ...]  # (key, value)
 
 
 class Inject(Message):
@@ -92,51 +76,10 @@ class Welcome(Message):
 
 
 class StartGeneration(Message):
-    """Form `generation` and train from `first_step` with this program."""
+    """Form a generation and train it."""
 
     type: Literal["start_generation"] = "start_generation"
-    generation: int
-    members: tuple[int, ...]  # workers that train, ascending; any other only takes part in the transition
-    first_step: int
-    operations: str  # this worker's program: its records, in base 64; see `parts.pack_operations`
-    segments: tuple[tuple[int, int, tuple[int, ...], tuple[int, ...]], ...]
-    """(first layer, layer after the last, holders, layers that share it if it is tied) of every gradient segment, in
-    the order all workers issue them; those with one holder, which need no message, come last."""
-    roll_forward: Vote | None = None  # of step ``first_step - 1``, for a rank that has to apply that step first
-    load: Literal["initial", "keep", "snapshot"] | int = "keep"
-    """Fresh weights, the state it holds, the snapshot of step `first_step`, or this step's checkpoint."""
-    transition: Transition | None = None  # if the placement changes before the generation trains
-    finish: bool = False  # whether no step is trained, and the state is written as the last checkpoint
-    skipped: tuple[int, ...] = ()  # steps that are known to be bad: nothing is computed of them
-    rest: Rest | None = None  # with "keep", if step `first_step` was interrupted: what remains of it
-    shards: Shards | None = None  # the owners of slices of the optimizer's state; None: each holder of a layer has all
-    gather: bool = False  # with "keep": whether owners first send the parameters that they have updated, once more
-
-    snapshots: SnapshotShare | None = None  # this worker's, in those of this generation; None: none are taken
-    snapshot: int | None = None  # the step of the complete snapshot, beside which no other is to be kept
-    rebuilt: tuple[Rebuilding, ...] = ()  # with "snapshot": the parts that are made first
-    plan: str = ""  # the whole plan, as `ActivePlan.pack` writes it, while the journal may lack it: see `Quiesced.plan`
-
-    @property
-    def participants(self) -> tuple[int, ...]:
-        """Workers of the generation, ascending; a worker's rank in the world communicator is its index."""
-        return self.members if self.transition is None else self.transition.participants
-
-    def unpack_shards(self) -> Sharding | None:
-        """Return the owners of slices while the generation trains."""
-        return None if self.shards is None else unpack_shards(self.shards)
-
-    def unpack_former_shards(self) -> Sharding | None:
-        """Return the owners of slices when the generation begins, if it does with the state of its workers."""
-        return self.unpack_shards() if (moved := self.transition) is None else moved.unpack_shards()
-
-    def unpack_operations(self) -> tuple[Operation, ...]:
-        """Return this worker's program."""
-        return unpack_operations(self.operations)
-
-    def unpack_segments(self) -> tuple[Segment, ...]:
-        """Return the gradient segments of the whole model."""
-        return tuple(Segment(LayerRange(start, stop), holders, tied) for start, stop, holders, tied in self.segments)
+    orders: WorkerOrders
 
 
 class Stop(Message):
@@ -204,13 +147,13 @@ class SnapshotResolved(Message):
 
 
 class Prepare(Message):
-    """Prepare the generation of `order` during training, and answer with `Prepared`; begin it at a switch.
+    """Prepare a generation during training, and answer with `Prepared`; begin it at a switch.
 
-    The order's `first_step` is a lower bound: the step of the switch is not known yet.
+    The `first_step` of the orders is a lower bound: the step of the switch is not known yet.
     """
 
     type: Literal["prepare"] = "prepare"
-    order: StartGeneration
+    orders: WorkerOrders
 
 
 class Migrate(Message):
@@ -223,8 +166,7 @@ class Migrate(Message):
 
     type: Literal["migrate"] = "migrate"
     generation: int
-    moves: tuple[tuple[int, int, int, int], ...]
-    """(source, destination, layer, bytes) of all workers, in the order of arrival at each destination."""
+    moves: tuple[LayerMove, ...]  # of all workers, in the order of arrival at each destination
     slices: tuple[tuple[int, int, int, int, int, int], ...] = ()
     """(source, destination, layer, first unit, unit after the last, bytes) of slices of the optimizer's state, which
     follow the layers."""
@@ -233,6 +175,22 @@ class Migrate(Message):
     hold_s: float = 0.0
     """Seconds for which a destination may delay a vote, once, until all its layers have arrived and the switch is
     ordered."""
+
+    @classmethod
+    def of(cls, spec: GenerationSpec) -> Self:
+        """Return the order to move the layers and slices of a generation, the same for all its workers."""
+        divided = spec.costs.workload.divided_bytes
+        slices = tuple(
+            (move.source, move.destination, move.layer, move.start, move.stop, divided[move.layer] * len(move) // UNITS)
+            for move in spec.migrating_slices
+        )
+        return cls(
+            generation=spec.generation,
+            moves=spec.migrating_layers,
+            slices=slices,
+            step_s=spec.predicted_step_s,
+            hold_s=spec.hold_s,
+        )
 
 
 class Switch(Message):
@@ -454,9 +412,9 @@ class Quiesced(Message):
     last_vote: Vote | None  # the vote of the last step it applied
     placed: int  # the generation whose placement it has switched to; 0 before the first
     layers: tuple[int, ...]  # layers whose state after `committed` steps it holds, ascending
-    progress: Progress | None = None  # what it holds of step `committed`; None if it has not begun it
+    progress: StepProgress | None = None  # what it holds of step `committed`; None if it has not begun it
     gathered: bool = True  # whether it has received the parameters that other owners updated in the last step
-    plan: str = ""  # of generation `placed`, as in its orders, for a coordinator whose journal lacks it
+    spec: str = ""  # of generation `placed`, as in its orders, for a coordinator whose journal lacks it
 
 
 class Switched(Message):
@@ -489,7 +447,7 @@ class Committed(Message):
 
 
 class Publish(Message):
-    """A rank publishes a value in the rendezvous store of a generation; `value` is in base 64.
+    """A rank publishes a value in the rendezvous store of a generation.
 
     With `members`, so many ranks publish one value each in the folder of the key, and all are sent `Published` with all
     of these values as soon as they are there.
@@ -498,7 +456,7 @@ class Publish(Message):
     type: Literal["publish"] = "publish"
     generation: int
     key: str
-    value: str
+    value: bytes
     members: int | None = None
 
 

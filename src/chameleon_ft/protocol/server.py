@@ -43,13 +43,13 @@ class Peer:
         """Whether it has closed this connection to make another one."""
         return self._connection.close_code == WILL_RETURN
 
-    def send(self, message: Message, text: str = "") -> None:
+    def send(self, message: Message, encoded: str | bytes = "") -> None:
         """Hand a message to the network without waiting; a closing connection drops it.
 
         Args:
-            text: the message as `codec` writes it, if that has been done.
+            encoded: the message as `codec` writes it, if that has been done.
         """
-        broadcast([self._connection], text or encode(message))
+        broadcast([self._connection], encoded or encode(message))
 
     def drop(self) -> None:
         """Close the connection without a handshake, for a peer that may not answer."""

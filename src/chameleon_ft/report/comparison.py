@@ -15,9 +15,9 @@ from chameleon_ft.cost.step import StepEstimate, estimate_step
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.events.records import describe_untrusted
 from chameleon_ft.plan import LayerRange, RecomputedLayers
+from chameleon_ft.recovery.generation import CostsFrom, GenerationSpec
 from chameleon_ft.report.picture import Lane, WorkerReduction
 from chameleon_ft.schedule import CostModel, Operation, OperationKind, TimedOperation, Timeline
-from chameleon_ft.storage.plans import CostsFrom, GenerationPlan
 from chameleon_ft.storage.timelines import RecordedStep
 
 _OperationKey: TypeAlias = tuple[int, OperationKind, LayerRange]  # worker, kind, layers
@@ -70,7 +70,7 @@ class GenerationComparison:
     """
 
     generation: int
-    plan: GenerationPlan
+    plan: GenerationSpec
     costs_from: CostsFrom
     predicted: StepEstimate
     steps: tuple[MeasuredStep, ...]
@@ -117,7 +117,7 @@ class GenerationComparison:
 
 
 def compare_generations(
-    plans: Mapping[int, GenerationPlan], recorded: Iterable[RecordedStep]
+    plans: Mapping[int, GenerationSpec], recorded: Iterable[RecordedStep]
 ) -> tuple[GenerationComparison, ...]:
     """Compare the recorded steps of each generation with the prediction of its plan, and omit those without any."""
     by_generation: dict[int, list[MeasuredStep]] = defaultdict(list)
@@ -126,7 +126,7 @@ def compare_generations(
     return tuple(_compare(plans[generation], steps) for generation, steps in sorted(by_generation.items()))
 
 
-def measured_steps(plans: Mapping[int, GenerationPlan], recorded: Iterable[RecordedStep]) -> list[MeasuredStep]:
+def measured_steps(plans: Mapping[int, GenerationSpec], recorded: Iterable[RecordedStep]) -> list[MeasuredStep]:
     """Combine the records of each step, sorted by step and generation; omit what not every worker ran as a whole step.
 
     Raises ConfigError if records do not fit the plan of their generation.
@@ -141,18 +141,18 @@ def measured_steps(plans: Mapping[int, GenerationPlan], recorded: Iterable[Recor
     return found
 
 
-def planned_operations(record: RecordedStep, plans: Mapping[int, GenerationPlan]) -> tuple[Operation, ...]:
+def planned_operations(record: RecordedStep, plans: Mapping[int, GenerationSpec]) -> tuple[Operation, ...]:
     """Return the operations of a worker in a whole step. Raises ConfigError if the record does not fit its plan."""
     return _operations_of(record, _plan_of(record, plans))
 
 
-def _plan_of(record: RecordedStep, plans: Mapping[int, GenerationPlan]) -> GenerationPlan:
+def _plan_of(record: RecordedStep, plans: Mapping[int, GenerationSpec]) -> GenerationSpec:
     if record.generation not in plans:
         raise ConfigError(f"step {record.step} was recorded in generation {record.generation}, whose plan is missing")
     return plans[record.generation]
 
 
-def _operations_of(record: RecordedStep, plan: GenerationPlan) -> tuple[Operation, ...]:
+def _operations_of(record: RecordedStep, plan: GenerationSpec) -> tuple[Operation, ...]:
     program = plan.program.of(record.worker)
     if len(program) != len(record.operations):
         raise ConfigError(
@@ -162,7 +162,7 @@ def _operations_of(record: RecordedStep, plan: GenerationPlan) -> tuple[Operatio
     return program
 
 
-def _measured_step(plan: GenerationPlan, records: Sequence[RecordedStep]) -> MeasuredStep:
+def _measured_step(plan: GenerationSpec, records: Sequence[RecordedStep]) -> MeasuredStep:
     origin = min(record.time for record in records)
     operations: list[TimedOperation] = []
     reductions: list[WorkerReduction] = []
@@ -203,7 +203,7 @@ class _MeasuredCosts(CostModel):
         return CostModel.all_reduce_s(self, layers, holders, num_bytes) if seconds is None else seconds
 
 
-def _compare(plan: GenerationPlan, steps: Sequence[MeasuredStep]) -> GenerationComparison:
+def _compare(plan: GenerationSpec, steps: Sequence[MeasuredStep]) -> GenerationComparison:
     steps = steps[1:] or steps
     costs, costs_from = plan.costs, plan.costs_from
     if costs_from not in ("profile", "corrected"):

@@ -16,12 +16,12 @@ from matplotlib.patches import Patch
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.events.records import FailureRecord
 from chameleon_ft.quantities import duration
+from chameleon_ft.recovery.generation import GenerationSpec
 from chameleon_ft.report.comparison import planned_operations
 from chameleon_ft.report.picture import fit_title, require_picture, save_picture
 from chameleon_ft.report.schedule_picture import KIND_STYLES
 from chameleon_ft.schedule import OperationKind
 from chameleon_ft.storage.files import RunDirectory, failures_in
-from chameleon_ft.storage.plans import GenerationPlan
 from chameleon_ft.storage.readable import readable_events, readable_steps
 from chameleon_ft.storage.timelines import RecordedStep
 
@@ -54,7 +54,7 @@ class _Failure:
 
 
 def draw_failure(
-    path: Path, run: RunDirectory, number: int, plans: Mapping[int, GenerationPlan], recorded: Sequence[RecordedStep]
+    path: Path, run: RunDirectory, number: int, plans: Mapping[int, GenerationSpec], recorded: Sequence[RecordedStep]
 ) -> None:
     """Draw a failure: workers down, time across, from the beginning of the interrupted step until after the next one.
 
@@ -151,7 +151,7 @@ def _describe(failure: _Failure) -> str:
     return f"{workers} stopped training for {duration(record.stall_s)}{cost}; step {record.step} was {how}"
 
 
-def _kinds_of(record: RecordedStep, plans: Mapping[int, GenerationPlan]) -> Iterator[OperationKind]:
+def _kinds_of(record: RecordedStep, plans: Mapping[int, GenerationSpec]) -> Iterator[OperationKind]:
     if record.part != "whole":
         yield from map(OperationKind, record.kinds)
     else:
@@ -159,7 +159,7 @@ def _kinds_of(record: RecordedStep, plans: Mapping[int, GenerationPlan]) -> Iter
 
 
 def _spans(
-    records: Sequence[RecordedStep], plans: Mapping[int, GenerationPlan], origin: float
+    records: Sequence[RecordedStep], plans: Mapping[int, GenerationSpec], origin: float
 ) -> dict[OperationKind, list[tuple[float, float]]]:
     """Return (start, duration) of the operations of a worker, by kind, in seconds since `origin`."""
     spans: dict[OperationKind, list[tuple[float, float]]] = {}

@@ -18,9 +18,10 @@ from chameleon_ft.errors import ConfigError
 from chameleon_ft.events.records import RunStatus, StepRecord
 from chameleon_ft.quantities import duration
 from chameleon_ft.recovery import FailureModel
+from chameleon_ft.recovery.generation import GenerationSpec
 from chameleon_ft.report.steps import Pace, StepHistory
 from chameleon_ft.storage.files import RunDirectory
-from chameleon_ft.storage.plans import GenerationPlan
+from chameleon_ft.storage.plans import read_generation
 from chameleon_ft.storage.recorder import RecordLine
 
 WorkerState: TypeAlias = Literal["live", "slow", "draining", "spare", "joining", "lost", "left"]
@@ -313,7 +314,7 @@ class RunState:
         self._saved: dict[str, Saved] = {}
         self._error: str | None = None
         self._incident_generations: set[int] = set()
-        self._plan: GenerationPlan | None = None
+        self._plan: GenerationSpec | None = None
         self._total_steps = self.config.steps
 
     def add(self, line: RecordLine) -> None:
@@ -377,11 +378,11 @@ class RunState:
         )
 
     @property
-    def plan(self) -> GenerationPlan | None:
+    def plan(self) -> GenerationSpec | None:
         """The plan in force; None if its file cannot be read."""
         if self._generation and (self._plan is None or self._plan.generation != self._generation):
             with suppress(ConfigError):
-                self._plan = GenerationPlan.read(self._run.plan_file(self._generation))
+                self._plan = read_generation(self._run.plan_file(self._generation))
                 self.workers.hosts.update(self._plan.costs.cluster.hosts)
         return self._plan if self._plan is not None and self._plan.generation == self._generation else None
 

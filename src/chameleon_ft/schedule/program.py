@@ -12,13 +12,18 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 from itertools import accumulate, pairwise
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
 from chameleon_ft.plan import LayerRange, Plan, RecomputedLayers, Route
+from chameleon_ft.plan.frames import Binary
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.schedule.records import PROGRAM_RECORD, Records, distinct_paths, records_of_routes
+
+if TYPE_CHECKING:
+    from pydantic import GetCoreSchemaHandler
+    from pydantic_core import CoreSchema
 
 
 class OperationKind(StrEnum):
@@ -158,6 +163,14 @@ def records_by_code(plan: Plan, routes: Sequence[Route]) -> Records:
     return np.concatenate(found)
 
 
+class _Written(NamedTuple):
+    """A program as it is written: its workers, how many operations each has, and the bytes of all records."""
+
+    workers: tuple[int, ...]
+    lengths: tuple[int, ...]
+    records: Binary
+
+
 class Program:
     """For each worker the operations that it runs in a step, in order; an immutable value.
 
@@ -215,6 +228,13 @@ class Program:
             return self.records[:0]
         return self.records[self.starts[place] : self.starts[place + 1]]
 
+    def only(self, worker: int) -> Program:
+        """Return the program of one worker; it shares the records."""
+        program = Program.__new__(Program)
+        program.workers, program.records, program._operations = (worker,), self.records_of(worker), {}
+        program.starts = (0, len(program.records))
+        return program
+
     def remap_workers(self, workers: Mapping[int, int]) -> Program:
         """Return the program with each worker's operations run by ``workers[worker]``."""
         other = np.arange(-1, 1 + max((*workers, *self.workers), default=0))
@@ -240,3 +260,26 @@ class Program:
     def __reduce__(self) -> tuple[object, ...]:
         own = {worker: self.records_of(worker) for worker in self.workers}
         return Program.of_records, (own,)
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        from pydantic_core import core_schema
+
+        def read(written: _Written) -> Program:
+            records, ends = np.frombuffer(written.records, PROGRAM_RECORD), [0, *accumulate(written.lengths)]
+            if sorted({*written.workers}) != [*written.workers] or ends != sorted(ends) or ends[-1] != len(records):
+                raise ValueError("its workers have to ascend, and the operations of all to be there")
+            own = (records[begin:end] for begin, end in pairwise(ends))
+            return cls.of_records(dict(zip(written.workers, own, strict=True)))
+
+        def write(program: Program) -> _Written:
+            lengths = tuple(end - begin for begin, end in pairwise(program.starts))
+            return _Written(program.workers, lengths, program.records.tobytes())
+
+        written = handler.generate_schema(_Written)
+        as_read = core_schema.no_info_after_validator_function(read, written)
+        return core_schema.json_or_python_schema(
+            json_schema=as_read,
+            python_schema=core_schema.union_schema([core_schema.is_instance_schema(cls), as_read]),
+            serialization=core_schema.plain_serializer_function_ser_schema(write, return_schema=written),
+        )

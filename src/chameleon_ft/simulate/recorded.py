@@ -17,12 +17,13 @@ from chameleon_ft.events.decisions import DecisionStory, decision_stories
 from chameleon_ft.events.records import FailureRecord
 from chameleon_ft.plan import Plan
 from chameleon_ft.recovery import DecisionContext
+from chameleon_ft.recovery.generation import GenerationSpec
 from chameleon_ft.recovery.symmetry import loss_classes
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.simulate.parameters import Parameters
 from chameleon_ft.simulate.traces.trace import Fault, Trace
 from chameleon_ft.storage.files import RunDirectory
-from chameleon_ft.storage.plans import GenerationPlan, read_generation_plans
+from chameleon_ft.storage.plans import read_generation_plans
 
 # Losses with smaller gaps are found before anything is decided.
 _AT_ONCE_S: Final = 0.25
@@ -199,7 +200,7 @@ def _migration_factors(stories: Iterable[DecisionStory], events: Iterable[Mappin
     ]
 
 
-def _searches_s(events: Sequence[Mapping[str, Any]], plans: Mapping[int, GenerationPlan]) -> list[float]:
+def _searches_s(events: Sequence[Mapping[str, Any]], plans: Mapping[int, GenerationSpec]) -> list[float]:
     """Return the mean seconds of a decision that was prepared during training, for each preparation."""
     found = []
     for event in events:
@@ -216,7 +217,7 @@ def _searches_s(events: Sequence[Mapping[str, Any]], plans: Mapping[int, Generat
     return found
 
 
-def _overheads_s(run: RunDirectory, plans: Mapping[int, GenerationPlan]) -> list[float]:
+def _overheads_s(run: RunDirectory, plans: Mapping[int, GenerationSpec]) -> list[float]:
     """Return the median seconds of the steps of each generation beyond their estimate, without its first step."""
     first = _first(run)
     steps_s: dict[int, list[float]] = defaultdict(list)
@@ -253,7 +254,7 @@ def _median_gap(run: RunDirectory, event: str) -> float | None:
     return statistics.median(gaps) if gaps else None
 
 
-def _first(run: RunDirectory) -> GenerationPlan:
+def _first(run: RunDirectory) -> GenerationSpec:
     """Return the first plan of a run, with measured costs if it had no profile."""
     _began_at(run, run.events())
     plans = read_generation_plans(run.plans)

@@ -180,7 +180,7 @@ class RunDirectory:
         return sorted(self.path.glob("journal-*.jsonl"))
 
     def plan_file(self, generation: int) -> Path:
-        """Return the file of the GenerationPlan of a generation."""
+        """Return the file of the plan of a generation."""
         return self.plans / f"generation-{generation:05}.json"
 
     def last_generation(self) -> int:

@@ -1,14 +1,10 @@
-"""The plan, the program and the costs of each generation of a run.
-
-The first plan of a run, from a file.
-"""
+"""Files of plans: each generation of a run with its program and costs, and the plan that a run is to begin with."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -18,69 +14,60 @@ from chameleon_ft.cluster import Cluster, Link, Worker
 from chameleon_ft.config import RunConfig
 from chameleon_ft.errors import ChameleonError, ConfigError, PlanError, describe_invalid
 from chameleon_ft.plan import Plan
+from chameleon_ft.recovery.generation import CostsFrom, GenerationSpec
 from chameleon_ft.schedule import CostModel, Operation, OperationKind, Program
 from chameleon_ft.storage.files import replace_file
 from chameleon_ft.workload import Workload
 
-CostsFrom = Literal["profile", "corrected", "measured", "assumed"]
-"""Source of the costs of a plan: the profile of the run, the profile corrected by measured operations of the run, these
-operations alone, or neither."""
-
 _OPERATION = re.compile(r"([FBIW])(\d+)\.(\d+)")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationPlan:
-    """The plan of a generation, the program of its workers, and the costs that both were computed with."""
+def write_generation(spec: GenerationSpec, path: Path) -> None:
+    """Write a JSON file, which `read_generation` reads, and its folder if there is none.
 
-    generation: int
-    first_step: int
-    plan: Plan
-    program: Program
-    costs: CostModel
-    costs_from: CostsFrom
-
-    def write(self, path: Path) -> None:
-        """Write a JSON file, which `read` reads, and its folder if there is none."""
-        cluster = self.costs.cluster
-        file = _File(
-            generation=self.generation,
-            first_step=self.first_step,
-            plan=self.plan.to_json(),
-            program={worker: " ".join(map(str, self.program.of(worker))) for worker in self.program.workers},
-            workload=self.costs.workload,
-            workers=cluster.workers,
-            intra_host=cluster.intra_host,
-            inter_host=cluster.inter_host,
-            slow_links=cluster.slow_links,
-            costs_from=self.costs_from,
-        )
-        path.parent.mkdir(exist_ok=True)
-        replace_file(path, file.model_dump_json(indent=1) + "\n", mode=0o644)
-
-    @classmethod
-    def read(cls, path: Path) -> GenerationPlan:
-        """Read a file that `write` wrote. Raises ConfigError if it is damaged."""
-        try:
-            file = _File.model_validate_json(path.read_bytes())
-            plan = Plan.from_json(file.plan)
-            program = Program({worker: tuple(_operations(text, plan)) for worker, text in file.program.items()})
-            cluster = Cluster(file.workers, file.intra_host, file.inter_host, file.slow_links)
-            _check(plan, program, file.workload, cluster)
-        except (OSError, ValidationError, ChameleonError, LookupError, ValueError, OverflowError) as error:
-            why = describe_invalid(error) if isinstance(error, ValidationError) else error
-            raise ConfigError(f"{path}: does not hold the plan of a generation: {why}") from None
-        return cls(
-            generation=file.generation,
-            first_step=file.first_step,
-            plan=plan,
-            program=program,
-            costs=CostModel(file.workload, cluster),
-            costs_from=file.costs_from,
-        )
+    It has the plan that is trained, without layers that are on their way, the program and the costs.
+    """
+    cluster = spec.costs.cluster
+    file = _File(
+        generation=spec.generation,
+        first_step=spec.first_step,
+        plan=spec.trained_plan.to_json(),
+        program={worker: " ".join(map(str, spec.program.of(worker))) for worker in spec.program.workers},
+        workload=spec.costs.workload,
+        workers=cluster.workers,
+        intra_host=cluster.intra_host,
+        inter_host=cluster.inter_host,
+        slow_links=cluster.slow_links,
+        costs_from=spec.costs_from,
+    )
+    path.parent.mkdir(exist_ok=True)
+    replace_file(path, file.model_dump_json(indent=1) + "\n", mode=0o644)
 
 
-def read_generation_plans(folder: Path) -> dict[int, GenerationPlan]:
+def read_generation(path: Path) -> GenerationSpec:
+    """Read a file that `write_generation` wrote. Raises ConfigError if it is damaged."""
+    try:
+        file = _File.model_validate_json(path.read_bytes())
+        plan = Plan.from_json(file.plan)
+        program = Program({worker: tuple(_operations(text, plan)) for worker, text in file.program.items()})
+        cluster = Cluster(file.workers, file.intra_host, file.inter_host, file.slow_links)
+        _check(plan, program, file.workload, cluster)
+    except (OSError, ValidationError, ChameleonError, LookupError, ValueError, OverflowError) as error:
+        why = describe_invalid(error) if isinstance(error, ValidationError) else error
+        raise ConfigError(f"{path}: does not hold the plan of a generation: {why}") from None
+    return GenerationSpec(
+        generation=file.generation,
+        first_step=file.first_step,
+        plan=plan,
+        program=program,
+        costs=CostModel(file.workload, cluster),
+        costs_from=file.costs_from,
+        policy="",
+        action="",
+    )
+
+
+def read_generation_plans(folder: Path) -> dict[int, GenerationSpec]:
     """Read the plans of a run by generation, ascending; see `RunDirectory.plan_file`.
 
     Raises ConfigError if a file is damaged.
@@ -91,13 +78,13 @@ def read_generation_plans(folder: Path) -> dict[int, GenerationPlan]:
     return plans
 
 
-def readable_generation_plans(folder: Path) -> tuple[dict[int, GenerationPlan], list[str]]:
+def readable_generation_plans(folder: Path) -> tuple[dict[int, GenerationSpec], list[str]]:
     """As `read_generation_plans`, but leave out damaged files; also return what is wrong with each."""
-    plans: list[GenerationPlan] = []
+    plans: list[GenerationSpec] = []
     damaged: list[str] = []
     for path in folder.glob("generation-*.json"):
         try:
-            plans.append(GenerationPlan.read(path))
+            plans.append(read_generation(path))
         except ConfigError as error:
             damaged.append(str(error))
     return {plan.generation: plan for plan in sorted(plans, key=lambda plan: plan.generation)}, damaged

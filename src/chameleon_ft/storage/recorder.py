@@ -28,9 +28,10 @@ from chameleon_ft.events.records import (
     summarize,
 )
 from chameleon_ft.quantities import counted, duration
+from chameleon_ft.recovery.generation import GenerationSpec
 from chameleon_ft.storage.file_queue import CaughtUp, FileQueue, Late
 from chameleon_ft.storage.files import RunDirectory, failures_in, outcomes_in, readable_lines
-from chameleon_ft.storage.plans import GenerationPlan
+from chameleon_ft.storage.plans import write_generation
 from chameleon_ft.storage.readable import readable_events, readable_steps
 
 _logger = logging.getLogger(__name__)
@@ -119,11 +120,11 @@ class Recorder(AbstractContextManager["Recorder"]):
         self._write_event("started", info.to_json())
         self._view.started(info)
 
-    def plan(self, plan: GenerationPlan, *, policy: str) -> None:
-        """Record the orders of a generation, and the policy that proposed them."""
-        file = self.run.plan_file(plan.generation)
-        self.files.submit(file, lambda: plan.write(file))
-        self.event("plan", generation=plan.generation, policy=policy, file=str(file.relative_to(self.run.path)))
+    def plan(self, spec: GenerationSpec) -> None:
+        """Record a generation, and the policy that proposed it."""
+        file = self.run.plan_file(spec.generation)
+        self.files.submit(file, lambda: write_generation(spec, file))
+        self.event("plan", generation=spec.generation, policy=spec.policy, file=str(file.relative_to(self.run.path)))
 
     def record(self, record: RunRecord) -> None:
         """Write a record and show it."""

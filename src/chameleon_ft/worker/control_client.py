@@ -311,10 +311,10 @@ class ControlClient:
 
     def _receive(self, message: Message) -> None:
         match message:
-            case StartGeneration(generation=generation) | Stop(generation=generation) | Switch(generation=generation):
+            case Stop(generation=generation) | Switch(generation=generation):
                 self._newest_ordered = max(self._newest_ordered, generation)
-            case Prepare(order=order):
-                self._newest_ordered = max(self._newest_ordered, order.generation)
+            case StartGeneration(orders=orders) | Prepare(orders=orders):
+                self._newest_ordered = max(self._newest_ordered, orders.generation)
         match message:
             case Welcome() if self._was_welcomed:
                 pass

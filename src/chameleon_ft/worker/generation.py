@@ -1,17 +1,15 @@
-"""Generations that a rank takes part in, or prepares during training: orders, unpacked, and communicators."""
+"""Generations that a rank takes part in, or prepares during training: their orders and communicators."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
-from chameleon_ft.plan.shards import Sharding, SliceMove
-from chameleon_ft.protocol.messages import Discard, Migrate, Prepare, Prepared, StartGeneration
-from chameleon_ft.schedule import Operation
-from chameleon_ft.sync import Segment
+from chameleon_ft.protocol.messages import Discard, Migrate, Prepare, Prepared
+from chameleon_ft.recovery.generation import WorkerOrders
 from chameleon_ft.worker.communicators.base import Communicators, Membership, Rendezvous
 from chameleon_ft.worker.control_client import ControlClient
 from chameleon_ft.worker.execution.executor import channels_of
@@ -23,76 +21,23 @@ from chameleon_ft.worker.state_transfer.transfer import channels_of_transition
 
 @dataclass(slots=True, kw_only=True)
 class Generation:
-    """A generation that this rank takes part in, or prepares.
+    """A generation that this rank takes part in, or prepares: its orders, and communicators for them.
 
     Attributes:
-        order: what the rank has to do in it; see `begin_at` for its first step.
-        segments: of the gradients of the whole model.
-        operations: the rank's program.
-        sharding, former_sharding: the owners of slices of the optimizer's state, once it trains and when it begins;
-            None if every holder of a layer has all of it.
         is_open: whether its communicators are connected.
     """
 
-    worker: int
-    order: StartGeneration
+    order: WorkerOrders
     communicators: Communicators
-    segments: tuple[Segment, ...] = field(init=False)
-    operations: tuple[Operation, ...] = field(init=False)
-    sharding: Sharding | None = field(init=False)
-    former_sharding: Sharding | None = field(init=False)
     is_open: bool = False
-
-    def __post_init__(self) -> None:
-        self.segments = self.order.unpack_segments()
-        self.operations = self.order.unpack_operations()
-        self.sharding = self.order.unpack_shards()
-        self.former_sharding = self.order.unpack_former_shards()
 
     @property
     def number(self) -> int:
         return self.order.generation
 
-    @property
-    def arriving(self) -> dict[int, int]:
-        """The layers that move to this rank before the generation trains: layer -> bytes, by arrival."""
-        moves = () if self.order.transition is None else self.order.transition.moves
-        return {layer: num_bytes for _, _, destination, layer, num_bytes in moves if destination == self.worker}
-
-    @property
-    def layers(self) -> set[int]:
-        """The layers of which this rank is a holder, those that are arriving included."""
-        own = (s for s in self.segments if self.worker in s.holders and not s.tied)
-        return {layer for segment in own for layer in segment.layers}
-
-    @property
-    def slice_moves(self) -> tuple[SliceMove, ...]:
-        """The slices of optimizer state that move before the generation trains."""
-        if self.sharding is None or self.former_sharding is None:
-            return ()
-        return self.sharding.moves_from(self.former_sharding)
-
-    def written_slices(self) -> list[tuple[int, int, int]]:
-        """Return (layer, first unit, unit after the last) of the slices that this rank writes into a checkpoint."""
-        return [
-            (layer, each.start, each.stop)
-            for layer, own in enumerate(() if self.sharding is None else self.sharding.layers)
-            for each, writer in zip(own.slices, own.writers(), strict=True)
-            if writer == self.worker
-        ]
-
-    def written_layers(self) -> list[int]:
-        """Return the layers that this rank writes into a checkpoint: each layer is written by one of its holders."""
-        return [
-            layer
-            for segment in self.segments
-            for layer in (() if segment.tied else segment.layers)
-            if segment.holders[layer % len(segment.holders)] == self.worker
-        ]
-
     def begin_at(self, first_step: int) -> None:
         """Note the first step, which is not known before the switch."""
-        self.order = self.order.model_copy(update={"first_step": first_step})
+        self.order = replace(self.order, first_step=first_step)
 
     def open(self, rendezvous: Rendezvous) -> None:
         """Connect with all participants. Raises CommunicationError."""
@@ -105,11 +50,11 @@ class Generation:
         self.communicators.interrupt()
 
     def _membership(self, rendezvous: Rendezvous) -> Membership:
-        order, worker = self.order, self.worker
-        groups = dict.fromkeys(segment.holders for segment in self.segments if len(segment.holders) > 1)
-        channels = {*channels_of(worker, self.operations)}
+        order, worker = self.order, self.order.worker
+        groups = dict.fromkeys(segment.holders for segment in order.segments if len(segment.holders) > 1)
+        channels = {*channels_of(worker, order.operations)}
         if (rest := order.rest) is not None:
-            channels.update(channels_of(worker, rest.unpack_operations(), rest.resends))
+            channels.update(channels_of(worker, rest.program.of(worker), rest.resends))
         if order.transition is not None:
             channels.update(channels_of_transition(order.transition))
         return Membership(
@@ -148,10 +93,10 @@ class _OrderedMigration:
     allocations: dict[int, Allocation] | None = None
     migrated: Future[None] = field(default_factory=Future)
 
-    def is_used_in(self, generation: Generation) -> bool:
+    def is_used_in(self, order: WorkerOrders) -> bool:
         """Return whether a generation needs something of what arrives at the rank."""
-        owned = {} if generation.sharding is None else generation.sharding.owned_by(generation.worker)
-        return not generation.layers.isdisjoint(self.arriving) or any(
+        owned = {} if order.sharding is None else order.sharding.owned_by(order.worker)
+        return not order.layers.isdisjoint(self.arriving) or any(
             first <= start < last for layer, start, _ in self.slices for first, last in owned.get(layer, ())
         )
 
@@ -220,7 +165,7 @@ class Preparations:
                 case Migrate():
                     with self._working:
                         self._prepare_migration(message)
-                case Prepare(order=order):
+                case Prepare(orders=order):
                     with self._working:
                         error = self._prepare(order)
                     if error is not None:
@@ -228,11 +173,11 @@ class Preparations:
                 case Discard():
                     self.drop_over()
 
-    def _prepare(self, order: StartGeneration) -> str | None:
+    def _prepare(self, order: WorkerOrders) -> str | None:
         """Prepare a generation; return the error if that fails."""
         generation = None
         try:
-            generation = Generation(worker=self._worker, order=order, communicators=self._new_communicators())
+            generation = Generation(order=order, communicators=self._new_communicators())
             interrupt = partial(generation.interrupt, self._allocator)
             if not self._client.enter(order.generation, generation.communicators, interrupt):
                 return None
@@ -248,7 +193,7 @@ class Preparations:
         ordered = self._ordered
         if ordered is None or self._client.is_over(ordered.order.generation):
             self._client.send(Prepared(generation=order.generation))
-        elif ordered.order.generation < order.generation and not ordered.is_used_in(generation):
+        elif ordered.order.generation < order.generation and not ordered.is_used_in(order):
             # It drops the layers that move, if any do: the migration is cancelled.
             self._client.send(Prepared(generation=order.generation))
         elif ordered.order.generation < order.generation:
@@ -267,12 +212,12 @@ class Preparations:
         if not self._is_training():
             # A rank that trains has no memory for more layers beside its gradients.
             is_done = threading.Event()
-            self._allocator.preallocate(generation.arriving, then=is_done.set)
+            self._allocator.preallocate(generation.order.arriving, then=is_done.set)
             is_done.wait()
 
     def _prepare_migration(self, order: Migrate) -> None:
         """Allocate the layers that will arrive at this rank, and have them move if their generation trains."""
-        arriving = {layer: num_bytes for _, worker, layer, num_bytes in order.moves if worker == self._worker}
+        arriving = {move.layer: move.num_bytes for move in order.moves if move.destination == self._worker}
         slices = tuple(move[2:5] for move in order.slices if move[1] == self._worker)
         ordered = self._ordered = _OrderedMigration(order, arriving, slices)
         allocations = {}

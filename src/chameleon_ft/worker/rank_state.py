@@ -11,8 +11,9 @@ from chameleon_ft.config import RunConfig
 from chameleon_ft.errors import ControlError
 from chameleon_ft.models.optimizer import ModelOptimizer
 from chameleon_ft.plan.shards import Sharding
-from chameleon_ft.protocol.messages import Quiesced, StartGeneration, Switched
-from chameleon_ft.protocol.parts import Transition
+from chameleon_ft.protocol.messages import Quiesced, Switched
+from chameleon_ft.recovery.generation import WorkerOrders
+from chameleon_ft.recovery.transition import TransitionOrders
 from chameleon_ft.storage.files import RunDirectory
 from chameleon_ft.storage.run_storage import checkpoint_storage
 from chameleon_ft.worker.checkpoint import read_layer
@@ -37,7 +38,7 @@ class RankState:
     Attributes:
         committer: It has the layers; None while there is no state that counts.
         placed: The generation whose placement the rank has switched to.
-        plan: The whole plan of that generation, if the orders had it.
+        spec: The whole of that generation, if the orders had it.
         checkpoints: The checkpoints of the run. An object store that does not answer is waited for, because nothing can
             be trained without them.
         allocator: It allocates layers that will arrive.
@@ -54,7 +55,7 @@ class RankState:
         self._optimizer = ModelOptimizer(rank.job)
         self.committer: Committer | None = None
         self.placed = 0
-        self.plan = ""
+        self.spec = ""
         self.checkpoints = checkpoint_storage(config, run, gives_up=False)
         self.snapshots = SnapshotStore(pins_memory=rank.device.type == "cuda")
         self.allocator = LayerAllocator(
@@ -89,7 +90,7 @@ class RankState:
                 last_vote=None,
                 placed=self.placed,
                 layers=(),
-                plan=self.plan,
+                spec=self.spec,
             )
         return Quiesced(
             generation=generation,
@@ -100,7 +101,7 @@ class RankState:
             layers=tuple(sorted(committer.held.layers)),
             progress=committer.progress(),
             gathered=not committer.missing,
-            plan=self.plan,
+            spec=self.spec,
         )
 
     def prepare(self, generation: Generation) -> None:
@@ -118,7 +119,7 @@ class RankState:
         held: HeldLayers | None = None
         if order.load not in ("keep", "snapshot"):
             held = self._load(generation)
-        elif order.load == "snapshot" or not (generation.layers if transition is None else transition.keep):
+        elif order.load == "snapshot" or not (generation.order.layers if transition is None else transition.keep):
             # Its state is outdated, or `restore` follows.
             self.drop()
         elif self.committer is not None:
@@ -140,7 +141,7 @@ class RankState:
 
     def _load(self, generation: Generation) -> HeldLayers:
         """Load fresh weights or a checkpoint. Raises CheckpointError."""
-        order, needed = generation.order, generation.layers
+        order, needed = generation.order, generation.order.layers
         self.drop()
         with self.slow_io.waiting("loading layers", order.generation):
             if order.load == "initial":
@@ -151,7 +152,7 @@ class RankState:
                 held.take_in(layer, read_layer(self.checkpoints, order.load, layer))
             return held
 
-    def _catch_up(self, committer: Committer, order: StartGeneration) -> None:
+    def _catch_up(self, committer: Committer, order: WorkerOrders) -> None:
         """Apply the step before `order.first_step`, if this rank has not, from the gradient of its old placement."""
         if committer.committed >= order.first_step:
             return
@@ -184,7 +185,7 @@ class RankState:
 
     def gather_again(self, generation: Generation, mover: Mover) -> None:
         """Exchange updated parameters before anything else uses them, if a failure may have cut that short."""
-        order, sharding = generation.order, generation.former_sharding
+        order, sharding = generation.order, generation.order.former_sharding
         if not order.gather or sharding is None:
             return
         committer = self.trained
@@ -203,12 +204,12 @@ class RankState:
             self._rank.worker, held, {layer: sharding.layers[layer] for layer in held.layers}, mover
         )
 
-    def carry_out_transition(self, generation: Generation, transition: Transition) -> None:
+    def carry_out_transition(self, generation: Generation, transition: TransitionOrders) -> None:
         """Send and receive layers while no rank trains, and switch to the new placement."""
         order, held = generation.order, self.trained.held
         start = time.perf_counter()
         moved_bytes = self.transfer.carry_out(
-            transition, held, generation.communicators, step=order.first_step, slices=generation.slice_moves
+            transition, held, generation.communicators, step=order.first_step, slices=generation.order.slice_moves
         )
         transfer_s = time.perf_counter() - start
         self._rank.faults.at("switch", order.first_step)
@@ -217,8 +218,8 @@ class RankState:
 
     def _switch(self, generation: Generation, held: HeldLayers | None) -> None:
         """Switch to the placement of a generation: hold its layers and no others."""
-        order, worker, needed = generation.order, self._rank.worker, generation.layers
-        self.placed, self.plan = order.generation, order.plan
+        order, worker, needed = generation.order, self._rank.worker, generation.order.layers
+        self.placed, self.spec = order.generation, order.spec
         if worker not in order.members:
             self.drop()
             return
@@ -227,12 +228,12 @@ class RankState:
         if held is None or not held.layers >= needed:
             raise ControlError(f"worker {worker} is to keep layers that it does not hold: {sorted(needed)}")
         held.keep_only(needed)
-        if generation.sharding is not None:
-            held.own(generation.sharding.owned_by(worker), self.transfer.take_slices())
+        if generation.order.sharding is not None:
+            held.own(generation.order.sharding.owned_by(worker), self.transfer.take_slices())
         if self.committer is None or order.load != "keep" or order.transition is not None:
             self.committer = self._new_committer(held, order)
         self.committer.reduced = False
-        self.committer.buffers.regroup(held, generation.segments)
+        self.committer.buffers.regroup(held, generation.order.segments)
         self.committer.gather = None
 
     def _flip_bit(self) -> None:
@@ -251,7 +252,7 @@ class RankState:
             gradients[0][0] = math.nan
 
     def _new_layers(self, layers: Collection[int], generation: Generation) -> HeldLayers:
-        rank, sharding = self._rank, generation.former_sharding
+        rank, sharding = self._rank, generation.order.former_sharding
         return HeldLayers(
             rank.job,
             layers,
@@ -262,7 +263,7 @@ class RankState:
             optimizer=self._optimizer,
         )
 
-    def _new_committer(self, held: HeldLayers, order: StartGeneration) -> Committer:
+    def _new_committer(self, held: HeldLayers, order: WorkerOrders) -> Committer:
         """Return one that has applied the steps before the first of the order, and has no gradients yet."""
         rank, before = self._rank, self.committer
         return Committer(

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from chameleon_ft.clock import unix_s
 from chameleon_ft.config import RunConfig
 from chameleon_ft.errors import ChameleonError, ControlError
+from chameleon_ft.plan.vote import Vote
 from chameleon_ft.protocol.messages import LEFT_OUT, BadStep, CheckpointSaved, Committed
-from chameleon_ft.protocol.parts import Rest, Vote
+from chameleon_ft.recovery.generation import RestOrders
 from chameleon_ft.sync import ADDS_TO_GRADIENTS
 from chameleon_ft.worker.checkpoint import CheckpointWriter
 from chameleon_ft.worker.communicators.base import CommunicationError
@@ -94,7 +95,7 @@ class StepLoop:
     def _whole_steps(self, vote: Vote | None, bad: BadStepError | None) -> Outcome:
         """Train after a step with this vote, if there was one, or with one that was bad; see `run`."""
         order, committer = self.generation.order, self.committer
-        with Reductions(committer.buffers, self.generation.operations, self.mover) as reductions:
+        with Reductions(committer.buffers, order.operations, self.mover) as reductions:
             while committer.committed < self.config.steps and not (vote and vote.finish):
                 if vote is not None and vote.switch:
                     committer.await_parameters()
@@ -112,8 +113,8 @@ class StepLoop:
         start = time.perf_counter()
         with self.committer.rank.activity.waiting("copying layers"):
             held = self.executor.held
-            layers = {layer: held.snapshot(layer) for layer in self.generation.written_layers()}
-            slices = {place: held.snapshot_of_slice(*place) for place in self.generation.written_slices()}
+            layers = {layer: held.snapshot(layer) for layer in self.generation.order.written_layers()}
+            slices = {place: held.snapshot_of_slice(*place) for place in self.generation.order.written_slices()}
         copy_s = time.perf_counter() - start
         step = self.committer.committed
         self.writer.submit(self.generation.number, step, layers, copy_s=copy_s, slices=slices)
@@ -135,9 +136,7 @@ class StepLoop:
         self._begin_check(always=repetition is not None)
         with self.recorder.noting_interruption(state, generation=order.generation):
             with as_job_errors():
-                stats = self.executor.run(
-                    state, self.generation.operations, after=self._after(reductions), repetition=repetition
-                )
+                stats = self.executor.run(state, order.operations, after=self._after(reductions), repetition=repetition)
             computed = ComputedStep(
                 stats=stats, reductions=reductions, contributions=state.contributions(), repetition=repetition
             )
@@ -167,8 +166,7 @@ class StepLoop:
             if self.config.health.on_bad_step == "stop":
                 self.committer.drop()
                 raise _EndedByBadStepError from None
-            none = {"loss_sum": 0.0, "grad_square_sum": 0.0, "skipped": True}
-            applied = self.committer.apply(again.vote.model_copy(update=none))
+            applied = self.committer.apply(replace(again.vote, loss_sum=0.0, grad_square_sum=0.0, skipped=True))
             self.migration.resume()
             self._committed(applied, StepStats(), request=request, start_s=start_s)
             return applied.vote
@@ -195,14 +193,14 @@ class StepLoop:
         nothing = ComputedStep(stats=StepStats(), reductions=reductions, contributions=0, is_skipped=True)
         return self._commit(nothing, start_s=start_s)
 
-    def _rest_of_step(self, rest: Rest) -> Vote:
+    def _rest_of_step(self, rest: RestOrders) -> Vote:
         """Run the rest of the step that was interrupted, commit and report it; return its vote."""
         start_s, start_unix_s = time.perf_counter(), unix_s()
         committer, buffers, worker = self.committer, self.committer.buffers, self.committer.rank.worker
         committer.reduced = False
         state = committer.state or committer.begin()
         self._begin_check()
-        operations, sources = rest.unpack_operations(), dict(rest.sources)
+        operations, sources = rest.program.of(worker), dict(rest.sources)
         reduced = {key for segment in buffers.segments if len(segment.holders) > 1 for key in segment.keys}
         if twice := reduced & buffers.totals - sources.keys():
             raise ControlError(f"worker {worker} holds the sums of {sorted(twice)}, which would be summed again")
@@ -222,7 +220,7 @@ class StepLoop:
                     after=self._after(reductions),
                 )
             # Where a sum is known, it has those of all micro-batches.
-            ties = [segment.tied for segment in self.generation.segments if segment.tied]
+            ties = [segment.tied for segment in self.generation.order.segments if segment.tied]
             known = {
                 layer: source
                 for (layer, *others), source in sources.items()

@@ -24,6 +24,7 @@ from chameleon_ft.protocol.messages import (
     StateDiffers,
     Stop,
 )
+from chameleon_ft.recovery.generation import WorkerOrders
 from chameleon_ft.storage.files import RunDirectory
 from chameleon_ft.storage.run_storage import checkpoint_storage
 from chameleon_ft.storage.timelines import TimelineLog
@@ -117,9 +118,8 @@ class Trainer:
                         return 1
                     case Stop():
                         self._quiesce(order.generation)
-                    case StartGeneration():
-                        communicators = self._new_communicators()
-                        self._train_from(Generation(worker=self._rank.worker, order=order, communicators=communicators))
+                    case StartGeneration(orders=orders):
+                        self._train_from(Generation(order=orders, communicators=self._new_communicators()))
                     case Begin():
                         self._close_former()
                         prepared = self._preparations.take(order.generation)
@@ -249,7 +249,7 @@ class Trainer:
             following.begin_at(self._state.trained.committed)
             self._rank.faults.at("switch", self._state.trained.committed)
         elif not self._client.is_over(generation.number):
-            self._state.placed, self._state.plan = self._client.switch_to, ""
+            self._state.placed, self._state.spec = self._client.switch_to, ""
             self._state.drop()
         return following
 
@@ -260,7 +260,7 @@ class Trainer:
             mover.close()
             mover.communicators.close()
 
-    def _report_unreadable(self, order: StartGeneration, error: CheckpointError) -> None:
+    def _report_unreadable(self, order: WorkerOrders, error: CheckpointError) -> None:
         self._client.send(
             CheckpointUnreadable(
                 generation=order.generation,
@@ -297,8 +297,8 @@ class Trainer:
             is_ending=partial(self._is_ending, generation.number, committer),
             await_parameters=committer.wait_for_exchange,
         )
-        if generation.sharding is not None:
-            committer.gather = self._state.new_gather(generation.sharding, mover)
+        if order.sharding is not None:
+            committer.gather = self._state.new_gather(order.sharding, mover)
         snapshots = None
         if order.snapshots is not None:
             snapshots = SnapshotTaker(
@@ -328,7 +328,7 @@ class Trainer:
             mover=mover,
             migration=migration,
             snapshots=snapshots,
-            check=StateCheck(self._rank, held, generation.segments, mover=mover, sharding=generation.sharding),
+            check=StateCheck(self._rank, held, order.segments, mover=mover, sharding=order.sharding),
             recorder=self._recorder,
             writer=self._writer,
             first_committed=self._close_former,

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from chameleon_ft.coordinator.commands import Task
 from chameleon_ft.coordinator.events import Decided
 from chameleon_ft.coordinator.state.state import Phase
 from chameleon_ft.errors import ControlError
@@ -22,7 +19,7 @@ def test_a_worker_comes_back_and_gets_a_place() -> None:
     history.consider(0, 1, 2, 3)
     upcoming = history.state.switches.next
     assert upcoming is not None
-    assert (upcoming.number, sorted(upcoming.unprepared), upcoming.plan.first_step) == (3, [0, 1, 2, 3], 4)
+    assert (upcoming.number, sorted(upcoming.unprepared), upcoming.spec.first_step) == (3, [0, 1, 2, 3], 4)
     history.prepare(0, 1, 2)
     history.commit()
     assert history.sent(Switch) == []
@@ -47,7 +44,7 @@ def test_a_newcomer_without_a_place_stays_a_spare() -> None:
     history = training(recovery=RESPAWNING)
     come_back(history)
     history.consider()
-    assert Task.RECORD_SCALE_UP in history.commands
+    assert history.events("decision")[-1]["generation"] == history.state.generation
     history.wait(20.0)
     assert history.considerations == [], "it is not considered again"
     assert history.state.switches.next is None
@@ -124,8 +121,8 @@ def test_a_loss_while_a_generation_is_prepared_does_not_end_the_search_for_a_bet
     assert (history.state.phase, history.state.generation) == (Phase.STOPPING, 4)
     history.quiesce(placed=2)
     (question,) = history.questions
-    plan = replace(a_plan((0, 2), first_step=3), is_provisional=True)
-    history.happen(Decided(at=history.at, question=question.question, plan=plan))
+    spec = a_plan((0, 2), first_step=3)
+    history.happen(Decided(at=history.at, question=question.question, spec=spec, is_provisional=True))
     history.start()
     history.wait(1.0)
     assert history.considerations, "the newcomer is still to be considered"

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from chameleon_ft.config import Timeouts
-from chameleon_ft.coordinator.commands import MeasureMigration, Task
+from chameleon_ft.coordinator.commands import MeasureMigration, Record, Task
 from chameleon_ft.coordinator.events import Interrupted
 from chameleon_ft.coordinator.state.state import Phase
-from chameleon_ft.events.records import JoinRecord
+from chameleon_ft.events.records import JoinRecord, OtherRecord
 from chameleon_ft.protocol.messages import Discard, PeerFailed, Stop, Switch
 from chameleon_ft.quantities import duration
 from tests.coordinator.histories import History
@@ -40,7 +40,13 @@ def test_layers_move_in_a_generation_of_their_own() -> None:
     (record,) = history.records(JoinRecord)
     assert (record.workers, record.generation, record.moved_bytes, record.rounds) == ((1,), 4, 64, 0)
     assert record.migrate_s == pytest.approx(200.0)
-    decisions = [index for index, command in enumerate(history.commands) if command is Task.RECORD_SCALE_UP]
+    decisions = [
+        index
+        for index, command in enumerate(history.commands)
+        if isinstance(command, Record)
+        and isinstance(command.record, OtherRecord)
+        and command.record.event == "decision"
+    ]
     begun = [index for index, command in enumerate(history.commands) if command is Task.BEGIN_GENERATION]
     assert begun[0] < decisions[0] < begun[1], "the decision is that of the plan that it has found"
 
@@ -74,7 +80,7 @@ def test_a_loss_in_the_switch_finds_one_placement_in_force(placed: int) -> None:
     history.reap(1)
     assert (history.state.phase, history.state.generation) == (Phase.STOPPING, 4), "it may have switched"
     history.quiesce(placed=placed)
-    assert history.state.in_force == (before if placed == 2 else upcoming.plan)
+    assert history.state.in_force == (before if placed == 2 else upcoming.spec)
 
 
 def test_a_message_that_fails_before_its_worker_has_switched_counts() -> None:
@@ -88,7 +94,7 @@ def test_a_message_that_fails_before_its_worker_has_switched_counts() -> None:
     assert (history.state.phase, history.state.generation) == (Phase.STOPPING, 4)
 
 
-@pytest.mark.parametrize("how", ["error", "orders", "time"])
+@pytest.mark.parametrize("how", ["error", "time"])
 def test_a_generation_that_cannot_be_prepared_is_given_up_and_tried_again_ever_later(how: str) -> None:
     timeouts = Timeouts(watchdog_min_s=6.0, collective_timeout_s=8.0, rendezvous_s=10.0)
     history = training(recovery=RESPAWNING, timeouts=timeouts)
@@ -98,8 +104,6 @@ def test_a_generation_that_cannot_be_prepared_is_given_up_and_tried_again_ever_l
         history.consider(0, 1, 2, 3)
         if how == "error":
             history.prepare(2, error="OSError: no port")
-        elif how == "orders":
-            history.orders_fail()
         else:
             history.prepare(0, 2)
             history.wait(history.state.settings.timeouts.rendezvous_s + 0.1)

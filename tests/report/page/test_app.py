@@ -32,6 +32,7 @@ from chameleon_ft.report.page.app import STATIC, TokenGate, page_app
 from chameleon_ft.report.story import record_of
 from chameleon_ft.report.terminal import TerminalView
 from chameleon_ft.storage.files import RunDirectory
+from chameleon_ft.storage.plans import write_generation
 from chameleon_ft.storage.recorder import Recorder
 from chameleon_ft.storage.timelines import TimelineLog
 from tests.report.live.lines import SLOW, add, event, failed, new_run, started, stepped
@@ -237,7 +238,7 @@ def test_a_damaged_decision_is_told_and_left_out(page: Served, run: RunDirectory
 
 def test_a_recorded_step_is_shown_beside_plans_and_records_that_are_damaged(page: Served, run: RunDirectory) -> None:
     plan = planned()
-    plan.write(run.plan_file(plan.generation))
+    write_generation(plan, run.plan_file(plan.generation))
     for part in (*recorded(plan, 3), *recorded(plan, 4)):
         TimelineLog(run.timeline_file(part.worker)).append(part)
     assert (page.json("/api/schedule")["step"], page.json("/api/schedule")["damaged"]) == (4, [])

@@ -1,8 +1,7 @@
-"""The facts that a recovery plan depends on, once all survivors have reported.
+"""The facts that the next generation depends on.
 
-Speculative decisions: a plan is chosen before the survivors have reported, and used if their reports fit.
-
-The workers that leave when nothing passes between some pairs of workers, though the coordinator reaches all.
+`ClusterState` has those of the time at which all survivors have reported. A `SpeculativeDecision` is made before, and
+used if the reports fit. `workers_to_give_up` is for links on which nothing passes, though the coordinator reaches all.
 """
 
 from __future__ import annotations
@@ -12,16 +11,16 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Final, Literal, Self
 
-from chameleon_ft.coordinator.state.active_plan import ActivePlan
 from chameleon_ft.coordinator.state.checkpoints import Disagreement, Snapshot
 from chameleon_ft.coordinator.state.state import State
 from chameleon_ft.plan import Plan
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.plan.rest import RestOfStep, StepProgress
 from chameleon_ft.plan.shards import Sharding
+from chameleon_ft.plan.vote import Vote
 from chameleon_ft.protocol.messages import Quiesced
-from chameleon_ft.protocol.parts import Vote
 from chameleon_ft.recovery import Decision, DecisionContext, FailureModel, decide, rescore
+from chameleon_ft.recovery.generation import GenerationSpec
 from chameleon_ft.schedule import InFlightLimit, check_program
 
 
@@ -44,12 +43,14 @@ class ClusterState:
     is_unloaded: bool = False  # whether workers wait for a checkpoint: one could not be read, or their state is wrong
     disagreement: Disagreement | None = None  # why their state is wrong
     sharding: Sharding | None = None  # the owners of slices under `plan`
+    hosts: Mapping[int, str] = FrozenMap({})  # worker -> host, of all that have ever joined
     host_memory: Mapping[str, int] = FrozenMap({})  # host -> bytes available for its workers, as far as known
 
     @classmethod
     def of(cls, state: State, checkpoints: Sequence[int]) -> Self:
         """Extract it from a run's state; `checkpoints` are the complete ones on disk."""
         assert state.in_force is not None
+        rest = state.in_force.rest
         return cls(
             plan=state.in_force.plan,
             in_flight_limits=state.in_force.in_flight_limits,
@@ -62,16 +63,17 @@ class ClusterState:
             is_fresh=state.settings.snapshots.every != 0 and state.snapshots.is_fresh,
             newcomers=state.scale_up.newcomers,
             shadows=() if state.active is None or state.active.migration is None else state.active.plan.workers,
-            rest=state.in_force.rest if state.committed == state.in_force.first_step else None,
+            rest=None if rest is None or state.committed != state.in_force.first_step else rest.remaining,
             is_unloaded=state.checkpoints.is_reread,
             disagreement=state.health.disagreement,
             sharding=state.in_force.sharding,
+            hosts=state.members.hosts(),
             host_memory=state.members.host_memory(),
         )
 
     @property
     def source(self) -> Literal["initial", "snapshot"] | int | None:
-        """The newest state before the present one, as `RecoveryPlan.load`; None if there is none.
+        """The newest state before the present one, as `GenerationSpec.load`; None if there is none.
 
         A snapshot comes before a checkpoint of the same step, because no disk has to be read.
         """
@@ -134,8 +136,7 @@ class ClusterState:
         if all(state.progress is None for state in states.values()):
             return None
         return {
-            worker: StepProgress() if state.progress is None else state.progress.unpack()
-            for worker, state in states.items()
+            worker: StepProgress() if state.progress is None else state.progress for worker, state in states.items()
         }
 
 
@@ -204,7 +205,7 @@ _MAX_SETS: Final = 1000  # that are compared; a cut between two hosts has as man
 
 
 def workers_to_give_up(
-    pairs: Sequence[tuple[int, int]], active: ActivePlan, speeds: Mapping[int, float]
+    pairs: Sequence[tuple[int, int]], active: GenerationSpec, speeds: Mapping[int, float]
 ) -> frozenset[int]:
     """Return the set of workers with one of each pair whose loss costs least.
 

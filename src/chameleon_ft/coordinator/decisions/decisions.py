@@ -1,29 +1,26 @@
 """The decisions of a run: prepared during training, looked up, or searched for while all workers wait.
 
-Observed times and prepared decisions are kept here and not in the state of the run. A coordinator that restarts without
-them loses only some accuracy and a few milliseconds.
-
-Decisions prepared during training, so that a loss only needs a look-up.
+`DecisionCache` prepares them, so that a loss only needs a look-up. What it holds is no part of the state of the run: a
+coordinator that restarts without prepared decisions loses only a few milliseconds.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Final, Literal, TypeVar
+from typing import Final, TypeVar
 
 from chameleon_ft import recovery
 from chameleon_ft.clock import unix_s
 from chameleon_ft.coordinator.decisions.cluster_state import ClusterState, SpeculativeDecision
-from chameleon_ft.coordinator.decisions.planner import Planner, decide_on_switch
-from chameleon_ft.coordinator.decisions.recovery_plan import RecoveryPlan
+from chameleon_ft.coordinator.decisions.planner import ChosenGeneration, Planner, decide_on_switch
 from chameleon_ft.coordinator.decisions.redundancy import expected_snapshots
-from chameleon_ft.coordinator.state.active_plan import ActivePlan
+from chameleon_ft.coordinator.events import Considered, Moment
 from chameleon_ft.coordinator.state.state import State
 from chameleon_ft.cost.transition import StallModel
 from chameleon_ft.errors import ChameleonError
@@ -177,25 +174,6 @@ def _decide(losses: LossClass, context: DecisionContext, policy: str, rate: Fail
     return decision
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScaleUpDecision:
-    """A decision made while training continued: on workers that join, leave, become slow or recover, or in a review."""
-
-    context: recovery.DecisionContext
-    inputs: Mapping[str, object]  # as JSON values, when it was made
-    decision: recovery.Decision
-    plans: tuple[RecoveryPlan, ...]  # to switch to, one after the other; none: continue as before
-    search_s: float  # seconds that the decision took
-    trigger: Literal["join", "review", "drain", "slow"]
-
-    @property
-    def reason(self) -> str:
-        """Why no plan was found, if there is none."""
-        if self.decision.chosen is not None:
-            return f"{self.decision.chosen.policy} needs more memory while layers move"
-        return "; ".join(f"{each.policy}: {each.reason}" for each in self.decision.candidates if not each.feasible)
-
-
 class Decisions:
     """Makes the decisions of a run.
 
@@ -208,7 +186,6 @@ class Decisions:
         self._planner = planner
         self._cache = cache
         self._executor = executor
-        self._scale_up: ScaleUpDecision | None = None  # the newest
         self._speculative: SpeculativeDecision | None = None
 
     def prepare(self, state: State) -> None:
@@ -239,49 +216,37 @@ class Decisions:
         if self._cache is not None:
             self._cache.drop()
 
-    async def consider(self, state: State) -> ScaleUpDecision:
+    async def consider(self, state: State, now: Callable[[], Moment]) -> Considered:
         """Decide on the plan of all live workers that stay, while they train: no phase of a stall is expected."""
         phases = StallModel(detect_s=0.0, stop_s=0.0, decide_s=0.0, regroup_s=0.0)
         context = self._context(state, phases=phases, repeat_s=0.0, without=state.members.draining())
-        rate = state.history.rate
-        start, loop = time.perf_counter(), asyncio.get_running_loop()
-        members, live = state.members, [worker.id for worker in context.senders.workers]
+        rate, policy, members, scale_up = state.history.rate, self._planner.policy, state.members, state.scale_up
+        live = [worker.id for worker in context.senders.workers]
         assert state.placed is not None
         complete = self._planner.completion(state.placed, members.hosts(), live, host_memory=members.host_memory())
         decide = partial(decide_on_switch, migrates=self._planner.migrates, complete=complete)
-        decision, plans = await loop.run_in_executor(self._executor, decide, context, self._planner.policy, rate)
-        search_s = time.perf_counter() - start
-        scale_up = state.scale_up
-        trigger: Literal["join", "review", "drain", "slow"] = "join" if scale_up.newcomers else "review"
+        start, loop = time.perf_counter(), asyncio.get_running_loop()
+        decision, specs = await loop.run_in_executor(self._executor, decide, context, policy, rate)
+        record = {"search_s": time.perf_counter() - start, "trigger": "join" if scale_up.newcomers else "review"}
         if context.leaving:
-            trigger = "drain"
+            record["trigger"] = "drain"
         elif scale_up.asked_speeds != scale_up.speeds:
-            trigger = "slow"
-        self._scale_up = ScaleUpDecision(
-            context=context,
-            inputs=self._planner.inputs(state.committed, context, rate),
-            decision=decision,
-            plans=plans,
-            search_s=search_s,
-            trigger=trigger,
+            record["trigger"] = "slow"
+        if decision.chosen is not None:
+            reason = f"{decision.chosen.policy} needs more memory while layers move"
+        else:
+            reason = "; ".join(f"{each.policy}: {each.reason}" for each in decision.candidates if not each.feasible)
+        inputs = self._planner.inputs(state.committed, context, rate)
+        return Considered(
+            at=now(),
+            question=scale_up.question,
+            staying=context.live,
+            plans=specs,
+            record={**record, "prepared": True, **inputs, **decision.to_json()},
+            reason=reason,
         )
-        return self._scale_up
 
-    def to_prepare(self, plan: ActivePlan) -> RecoveryPlan:
-        """Return the plan with its program, if the newest decision made during training has it."""
-        known = () if self._scale_up is None else self._scale_up.plans
-        program = next((each.program for each in known if each.plan == plan.plan), None)
-        return RecoveryPlan.kept(plan, program)
-
-    def describe_scale_up(self) -> dict[str, Any] | None:
-        """Return the fields of the event `decision` for the newest decision made during training, if there is one."""
-        found = self._scale_up
-        if found is None:
-            return None
-        fields = {"trigger": found.trigger, "search_s": found.search_s, "prepared": True}
-        return {**fields, **found.inputs, **found.decision.to_json()}
-
-    def decide(self, state: State, checkpoints: Sequence[int]) -> tuple[RecoveryPlan, float]:
+    def decide(self, state: State, checkpoints: Sequence[int]) -> tuple[ChosenGeneration, float]:
         """Return the next plan and the Unix time of the choice, 0 if there was none; see `recovery_plan.decide`.
 
         The predicted stall includes the actual search time, because the search is over by then.
@@ -312,13 +277,13 @@ class Decisions:
 
     def _decide_in_place(
         self, state: State, cluster: ClusterState, decide_s: Callable[[], float]
-    ) -> RecoveryPlan | None:
+    ) -> ChosenGeneration | None:
         """Return a plan that completes the interrupted step and moves nothing; None if that is not possible.
 
         The seconds by which the step takes longer than usual count as repeated work. The parts of a step that no
         operation explains, such as its vote and its update, follow the rest of the step, too.
         """
-        salvaged = self._planner.salvage(cluster, state.members.hosts())
+        salvaged = self._planner.salvage(cluster)
         history, outcomes, usual_s = state.history, state.outcomes, state.usual_step_s
         since = outcomes.since if salvaged is None else outcomes.committed_at
         phases, repeat_s = state.incident.stall_so_far(since, history.phases(looked_up=False))

@@ -1,43 +1,72 @@
-"""Recovery plans and the orders of every worker, from the configuration, the job and the cluster state alone.
+"""The next generations of a run, from its configuration, the job and the cluster state alone.
 
-The plans that a run switches to while it trains: a better one, and before it, those in which its layers move.
+After a loss there is one. While it trains, a run switches to a better plan, and before it to those in which its layers
+move.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from chameleon_ft import recovery
 from chameleon_ft.config import RunConfig
 from chameleon_ft.coordinator.decisions.calibration import Calibration, Corrections
 from chameleon_ft.coordinator.decisions.cluster_state import IN_PLACE, ClusterState, SpeculativeDecision
-from chameleon_ft.coordinator.decisions.generation_orders import generation_orders, migration_order
 from chameleon_ft.coordinator.decisions.recovery_plan import (
-    RecoveryPlan,
     decide,
     decide_in_place,
     describe_pipelines,
     describe_transfer,
 )
-from chameleon_ft.coordinator.decisions.redundancy import Completion, with_keepers, with_owners
-from chameleon_ft.coordinator.state.active_plan import ActivePlan, placement_of, plan_transition
+from chameleon_ft.coordinator.decisions.redundancy import Completion, lacks_copies, with_keepers, with_owners
 from chameleon_ft.cost.profile import Profile
 from chameleon_ft.cost.transition import StallModel, received_layers
 from chameleon_ft.events.records import RunInfo
 from chameleon_ft.plan import Plan, data_pipeline_plan
+from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.plan.shards import Sharding
 from chameleon_ft.protocol.job_info import JobInfo, OperationRate
-from chameleon_ft.protocol.messages import Migrate, StartGeneration
 from chameleon_ft.recovery import STAY, FailureModel, uniform_limits
 from chameleon_ft.recovery.context import Course
+from chameleon_ft.recovery.generation import CostsFrom, GenerationSpec, checked_program
 from chameleon_ft.recovery.migration import pace_of
 from chameleon_ft.recovery.scoring import missing_in_transfer
+from chameleon_ft.recovery.transition import placement_of, plan_transition
 from chameleon_ft.recovery.waves import Wave, present_draft, waves_to
 from chameleon_ft.schedule import CostModel, check_program
-from chameleon_ft.storage.plans import CostsFrom, GenerationPlan
 from chameleon_ft.storage.profiles import costs_of_run
 from chameleon_ft.transfer import Transfer, pull_s, transfer_s, transfer_to
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChosenGeneration:
+    """The generation to continue with after a loss or a join, and how it was chosen.
+
+    Attributes:
+        decision: all candidates; None if there was nothing to choose.
+        is_prepared: The decision was made before the workers were lost.
+        inputs: the inputs of the decision, as JSON values.
+        repeated_share: the share of the interrupted step's work that is done twice, if it is completed.
+        repeated_s: seconds of a step whose work is repeated.
+        is_provisional: It was chosen without a search, or lacks owners of slices, so that a better plan may be found
+            later.
+    """
+
+    spec: GenerationSpec
+    decision: recovery.Decision | None = None
+    is_prepared: bool = False
+    inputs: Mapping[str, object] = FrozenMap({})
+    repeated_share: float | None = None
+    repeated_s: float = 0.0
+    is_provisional: bool = False
+
+    def to_json(self) -> dict[str, object]:
+        """Return the fields of the `decision` event, except generation and duration."""
+        decision = {} if self.decision is None else self.decision.to_json()
+        rest = self.spec.rest
+        salvaged = None if rest is None else {"rest_s": rest.rest_s, "repeated_share": self.repeated_share}
+        return {"prepared": self.is_prepared, **self.inputs, **decision, "salvaged": salvaged}
 
 
 class Planner:
@@ -69,7 +98,7 @@ class Planner:
         *,
         checkpoint: int | None,
         host_memory: Mapping[str, int] | None = None,
-    ) -> RecoveryPlan:
+    ) -> GenerationSpec:
         """Begin with the layout of the configuration, at `checkpoint` or with fresh weights at step 0.
 
         `host_memory`: host -> bytes available for its workers, as far as known.
@@ -84,16 +113,19 @@ class Planner:
                 workers=workers,
                 split_backward=parallel.split_backward,
             )
-        start = RecoveryPlan(
+        limits = uniform_limits(plan.workers, max(len(route.hops) for route in plan.routes))
+        costs = self._costs(hosts)
+        start = GenerationSpec(
             plan=plan,
-            in_flight_limits=uniform_limits(plan.workers, max(len(route.hops) for route in plan.routes)),
+            program=checked_program(plan, costs, limits),
+            costs=costs,
+            in_flight_limits=limits,
             first_step=0 if checkpoint is None else checkpoint,
             load="initial" if checkpoint is None else checkpoint,
-            roll_forward=None,
             policy="start",
             action="start",
         )
-        return self._with_owners(start, None, hosts, host_memory or {})
+        return self._completed(start, None, hosts, hosts, host_memory or {})
 
     def transferred(self, transfer: Transfer, observed_s: float, hosts: Mapping[int, str]) -> None:
         """Record the duration of a transfer."""
@@ -107,7 +139,7 @@ class Planner:
 
     def context(
         self,
-        in_force: ActivePlan | RecoveryPlan,
+        in_force: GenerationSpec,
         live: Collection[int],
         hosts: Mapping[int, str],
         *,
@@ -161,13 +193,31 @@ class Planner:
         *,
         prepared: recovery.Decision | None,
         decide_s: Callable[[], float] | None = None,
-    ) -> RecoveryPlan:
+    ) -> ChosenGeneration:
         """Decide how to continue after a loss or a join; see `recovery_plan.decide` for arguments and errors."""
-        plan = decide(cluster, context, policy=self.policy, rate=rate, prepared=prepared, decide_s=decide_s)
-        plan = self._with_owners(plan, cluster.owners_left, context.senders.hosts, cluster.host_memory)
-        if plan.decision is not None:
-            context = replace(context, phases=plan.decision.phases)
-        return replace(plan, inputs=self.inputs(cluster.committed, context, rate))
+        spec, decision = decide(cluster, context, policy=self.policy, rate=rate, prepared=prepared, decide_s=decide_s)
+        found = self._next(spec, decision, cluster, context, rate)
+        course = None if prepared is None or decision is not prepared else prepared.course
+        # On the way back to a snapshot, other workers may take the places of the plan.
+        return replace(found, is_prepared=course is not None and course.plan == spec.plan)
+
+    def _next(
+        self,
+        spec: GenerationSpec,
+        decision: recovery.Decision | None,
+        cluster: ClusterState,
+        context: recovery.DecisionContext,
+        rate: FailureModel,
+    ) -> ChosenGeneration:
+        """Return a decision with the owners and keepers of its generation, and its inputs for the records."""
+        left, senders = cluster.owners_left, context.senders.hosts
+        spec = self._completed(spec, left, senders, cluster.hosts, cluster.host_memory)
+        redundancy = self._config.owners
+        lacks = redundancy is not None and spec.sharding is not None and lacks_copies(spec.sharding, redundancy)
+        if decision is not None:
+            context = replace(context, phases=decision.phases)
+        inputs = self.inputs(cluster.committed, context, rate)
+        return ChosenGeneration(spec=spec, decision=decision, inputs=inputs, is_provisional=lacks)
 
     @property
     def hints(self) -> tuple[str, ...]:
@@ -196,12 +246,12 @@ class Planner:
         recovery_ = self._config.recovery
         return recovery_.salvage and self._config.receives_block and recovery.POLICIES[self.policy].salvages
 
-    def salvage(self, cluster: ClusterState, hosts: Mapping[int, str]) -> recovery.SalvagedStep | None:
+    def salvage(self, cluster: ClusterState) -> recovery.SalvagedStep | None:
         """Return the program that completes the interrupted step; None if there is none, or it has to be repeated."""
         progress = cluster.progress
         if progress is None:
             return None
-        costs = self._costs(hosts)
+        costs = self._costs(cluster.hosts)
         lost = [worker for worker in cluster.plan.workers if worker not in progress]
         left = CostModel(costs.workload, costs.cluster.without(lost))
         return recovery.complete_step(cluster.plan, progress, left, cluster.in_flight_limits, before=cluster.rest)
@@ -220,20 +270,20 @@ class Planner:
         *,
         speculative: SpeculativeDecision | None,
         decide_s: Callable[[], float],
-    ) -> RecoveryPlan | None:
+    ) -> ChosenGeneration | None:
         """Decide how to continue at once; see `recovery_plan.decide_in_place`."""
         is_reviewed = self.is_reviewed(context, cluster.newcomers)
-        plan = decide_in_place(
+        decided = decide_in_place(
             cluster, context, salvaged, rate=rate, is_reviewed=is_reviewed, speculative=speculative, decide_s=decide_s
         )
-        if plan is None:
+        if decided is None:
             return None
-        plan = replace(plan, is_provisional=is_reviewed)
-        plan = self._with_owners(plan, cluster.owners_left, context.senders.hosts, cluster.host_memory)
-        if plan.decision is None:
-            return plan
-        context = replace(context, phases=plan.decision.phases)
-        return replace(plan, inputs=self.inputs(cluster.committed, context, rate))
+        found = self._next(*decided, cluster, context, rate)
+        return replace(
+            found,
+            is_provisional=found.is_provisional or is_reviewed,
+            repeated_share=None if salvaged is None else salvaged.repeated_share,
+        )
 
     def inputs(self, step: int, context: recovery.DecisionContext, rate: FailureModel) -> dict[str, object]:
         """Return the fields of the event `decision` that give its inputs; see docs/files.md."""
@@ -278,30 +328,18 @@ class Planner:
         """Raise ProfileError if the run's profile lacks the costs of a step on these workers."""
         self._reference(hosts)
 
-    def orders(
-        self, plan: RecoveryPlan, hosts: Mapping[int, str], *, generation: int
-    ) -> tuple[GenerationPlan, dict[int, StartGeneration]]:
-        """Return the record of a generation and the orders of its workers; see `generation_orders`."""
-        costs_from: CostsFrom = "assumed" if self._profile is None else "profile"
-        if self.calibration.rates is not None:
-            costs_from = "measured" if self._profile is None else "corrected"
-        return generation_orders(plan, self._costs(hosts), generation=generation, costs_from=costs_from)
-
-    def migrate(self, plan: ActivePlan, hosts: Mapping[int, str], *, generation: int) -> Migrate:
-        """Return the order to move the layers and slices of a migration, the same for all workers of a generation."""
-        return migration_order(plan, self._costs(hosts).workload, generation=generation)
-
-    def begin(self, planned: GenerationPlan, hosts: Mapping[int, str]) -> None:
+    def begin(self, spec: GenerationSpec, hosts: Mapping[int, str]) -> None:
         """Begin to observe the steps of a generation."""
-        self.calibration.begin(planned.plan, planned.program, self._reference(hosts))
+        self.calibration.begin(spec.trained_plan, spec.program, self._reference(hosts))
 
     def completion(
-        self, active: ActivePlan, hosts: Mapping[int, str], live: Collection[int], *, host_memory: Mapping[str, int]
+        self, active: GenerationSpec, hosts: Mapping[int, str], live: Collection[int], *, host_memory: Mapping[str, int]
     ) -> Completion:
         """Return what gives plans to switch to their owners and keepers; it can be sent to another process."""
         return Completion(
             config=self._config,
             costs=self._costs(hosts),
+            costs_from=self._costs_from,
             active=active,
             hosts=hosts,
             live=tuple(live),
@@ -309,30 +347,43 @@ class Planner:
             migrates=self.migrates,
         )
 
-    def _with_owners(
-        self, plan: RecoveryPlan, left: Sharding | None, hosts: Mapping[int, str], host_memory: Mapping[str, int]
-    ) -> RecoveryPlan:
+    def _completed(
+        self,
+        spec: GenerationSpec,
+        left: Sharding | None,
+        senders: Mapping[int, str],
+        hosts: Mapping[int, str],
+        host_memory: Mapping[str, int],
+    ) -> GenerationSpec:
+        """Return a generation with the costs of all workers that have joined, and its owners and keepers."""
+        spec = replace(spec, costs=self._costs(hosts), costs_from=self._costs_from)
         redundancy = self._config.owners
         if redundancy is not None:
-            left = left if plan.restoration is None else plan.restoration.sharding
-            plan = with_owners(plan, left, hosts, redundancy)
-        return with_keepers(plan, hosts, self._config, self._costs, host_memory)
+            left = left if spec.restoration is None else spec.restoration.sharding
+            spec = with_owners(spec, left, senders, redundancy)
+        return with_keepers(spec, self._config, host_memory)
 
-    def describe(self, decision: RecoveryPlan, *, run: str, generation: int) -> RunInfo:
+    def describe(self, spec: GenerationSpec, *, run: str) -> RunInfo:
         """Describe what is trained, on what, by which workers, and from which step."""
-        plan = decision.plan
+        plan = spec.plan
         return RunInfo(
             model=self._job.model,
             data=self._job.data,
             run=run,
             pipelines=tuple(dict.fromkeys(tuple(hop.worker for hop in route.hops) for route in plan.routes)),
             stages=tuple(f"{hop.layers.start}-{hop.layers.stop - 1}" for hop in plan.routes[0].hops),
-            first_step=decision.first_step,
+            first_step=spec.first_step,
             steps=self._config.steps,
-            generation=generation,
-            checkpoint=decision.load if isinstance(decision.load, int) else None,
+            generation=spec.generation,
+            checkpoint=spec.load if isinstance(spec.load, int) else None,
             horizon_steps=self._config.horizon,
         )
+
+    @property
+    def _costs_from(self) -> CostsFrom:
+        if self.calibration.rates is not None:
+            return "measured" if self._profile is None else "corrected"
+        return "assumed" if self._profile is None else "profile"
 
     def _costs(self, hosts: Mapping[int, str]) -> CostModel:
         """Return the costs as currently known."""
@@ -366,8 +417,8 @@ def decide_on_switch(
     failures: FailureModel,
     *,
     migrates: bool,
-    complete: Callable[[Sequence[RecoveryPlan]], tuple[RecoveryPlan, ...]] = tuple,
-) -> tuple[recovery.Decision, tuple[RecoveryPlan, ...]]:
+    complete: Callable[[Sequence[GenerationSpec]], tuple[GenerationSpec, ...]] = tuple,
+) -> tuple[recovery.Decision, tuple[GenerationSpec, ...]]:
     """Decide, and return the decision with the plans to switch to, whose programs are checked; see `plans_to`.
 
     Args:
@@ -379,7 +430,7 @@ def decide_on_switch(
 
 def plans_to(
     decision: recovery.Decision, context: recovery.DecisionContext, *, migrates: bool
-) -> tuple[RecoveryPlan, ...]:
+) -> tuple[GenerationSpec, ...]:
     """Return the plans that lead to the decision's course, with the step at which they begin left open.
 
     None if the run is to continue as before. If layers move, two for each wave of `waves_to`: one during which they
@@ -397,8 +448,9 @@ def plans_to(
     costs = CostModel(context.costs.workload, context.senders)
     waves = waves_to(present_draft(context), transfer, costs) if migrates and transfer.messages else ()
     final = replace(
-        _plan(
+        _generation(
             course,
+            context,
             chosen.policy,
             f"{describe_pipelines(course.plan)}; {describe_transfer(transfer, stops=not waves)}",
         ),
@@ -427,7 +479,7 @@ def plans_to(
 
 def _plans_of(
     wave: Wave, number: int, waves: int, context: recovery.DecisionContext, *, final_step_s: float
-) -> list[RecoveryPlan]:
+) -> list[GenerationSpec]:
     """Return the plan under which the layers of a wave move, and the one that follows it, unless it is the course.
 
     A vote waits for the layers if another step under the first of the two would cost more time than they take, or if
@@ -440,7 +492,7 @@ def _plans_of(
     gain_s = step_s - next_s
     which = f", wave {number} of {waves}" if waves > 1 else ""
     migrating = replace(
-        _plan(course, "migration", f"{describe_transfer(course.transfer, stops=False)}{which}"),
+        _generation(course, context, "migration", f"{describe_transfer(course.transfer, stops=False)}{which}"),
         migration=course.transfer,
         hold_s=gain_s if pace.moves_s < gain_s else pace.hold_s,
         migration_s=pace.moves_s,
@@ -449,21 +501,21 @@ def _plans_of(
     if wave.reached is None:
         return [migrating]
     reached = wave.reached.course()
-    return [migrating, _plan(reached, "migration", f"{describe_pipelines(reached.plan)}{which} has arrived")]
+    return [
+        migrating,
+        _generation(reached, context, "migration", f"{describe_pipelines(reached.plan)}{which} has arrived"),
+    ]
 
 
-def _plan(course: Course, policy: str, action: str) -> RecoveryPlan:
-    """Return a plan to switch to. Raises ProgramError if its program breaks a rule."""
+def _generation(course: Course, context: recovery.DecisionContext, policy: str, action: str) -> GenerationSpec:
+    """Return a generation to switch to. Raises ProgramError if its program breaks a rule."""
     check_program(course.program, course.plan)
-    return RecoveryPlan(
+    return GenerationSpec(
         plan=course.plan,
+        program=course.program,
+        costs=context.costs,
         in_flight_limits=course.in_flight_limits,
         first_step=0,
-        load="keep",
-        roll_forward=None,
         policy=policy,
         action=action,
-        program=course.program,
-        prepared=True,
-        is_checked=True,
     )

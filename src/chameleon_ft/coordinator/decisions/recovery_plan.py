@@ -1,68 +1,27 @@
-"""The recovery plan after workers are lost or join: a pure function of the cluster state."""
+"""The next generation after workers are lost or join: a pure function of the cluster state."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Literal, Self
-
-from pydantic import InstanceOf
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 from chameleon_ft import recovery
 from chameleon_ft.coordinator.decisions.cluster_state import IN_PLACE, ClusterState, SpeculativeDecision, without_search
-from chameleon_ft.coordinator.state.active_plan import ActivePlan, PlannedTransition, placement_of, plan_transition
 from chameleon_ft.cost.transition import received_layers
 from chameleon_ft.errors import ControlError, NoHolderError, NoOwnerError
 from chameleon_ft.plan import Plan
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.plan.layouts import disjoint_pipelines
 from chameleon_ft.plan.snapshots import Restoration
-from chameleon_ft.protocol.parts import Vote
+from chameleon_ft.plan.vote import Vote
 from chameleon_ft.quantities import counted, in_ranges, listed
 from chameleon_ft.recovery import FailureModel, largest_symmetric_layout
-from chameleon_ft.schedule import InFlightLimit, Program, default_limits
+from chameleon_ft.recovery.generation import GenerationSpec, PlannedRest, checked_program
+from chameleon_ft.recovery.transition import PlannedTransition, placement_of, plan_transition
+from chameleon_ft.schedule import InFlightLimit, Program, check_program, default_limits
 from chameleon_ft.transfer import Transfer, plan_transfer, remap_plan, worker_kinds
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecoveryPlan(ActivePlan):
-    """The next plan of all workers; their orders are built from it."""
-
-    load: Literal["initial", "keep", "snapshot"] | int
-    """Fresh weights, the workers' state, the snapshot of step `first_step`, or the checkpoint of this step."""
-    roll_forward: Vote | None  # the vote with which lagging workers apply step ``first_step - 1``
-    program: InstanceOf[Program] | None = None  # the plan's program, if already known
-    decision: InstanceOf[recovery.Decision] | None = None  # all candidates; None if there was nothing to choose
-    prepared: bool = False  # whether the decision was made, and `program` checked, before a worker was lost
-    is_checked: bool = False  # whether `program` was checked before the workers quiesced
-    inputs: Mapping[str, object] = FrozenMap({})  # the inputs of the decision, as JSON values
-    salvaged: InstanceOf[recovery.SalvagedStep] | None = None  # the program of `rest`
-    repeated_s: float = 0.0  # seconds of a step whose work is repeated
-    gather: bool = False  # whether owners of slices send updated parameters again, because some have not arrived
-    restoration: Restoration | None = None  # of the snapshot, if it begins with one
-    is_provisional: bool = False  # whether it was chosen without a search, so that a better plan may be found later
-
-    @classmethod
-    def kept(cls, plan: ActivePlan, program: Program | None) -> Self:
-        """Return a plan that continues from the workers' state; its program has been checked if it is known."""
-        own = {each.name: getattr(plan, each.name) for each in fields(ActivePlan)}
-        checked = program is not None
-        return cls(**own, load="keep", roll_forward=None, program=program, prepared=checked, is_checked=checked)
-
-    def active(self) -> ActivePlan:
-        """Return the part kept in the state of the run."""
-        return ActivePlan(**{each.name: getattr(self, each.name) for each in fields(ActivePlan)})
-
-    def without_orders(self) -> Self:
-        """Return the plan without what only its orders and its records are made from."""
-        return replace(self, program=None, decision=None, inputs={}, salvaged=None, restoration=None)
-
-    def to_json(self) -> dict[str, object]:
-        """Return the fields of the `decision` event, except generation and duration."""
-        decision = {} if self.decision is None else self.decision.to_json()
-        salvaged = self.salvaged and {"rest_s": self.salvaged.rest_s, "repeated_share": self.salvaged.repeated_share}
-        return {"prepared": self.prepared, **self.inputs, **decision, "salvaged": salvaged}
 
 
 def decide(
@@ -73,11 +32,11 @@ def decide(
     rate: FailureModel,
     prepared: recovery.Decision | None = None,
     decide_s: Callable[[], float] | None = None,
-) -> RecoveryPlan:
+) -> tuple[GenerationSpec, recovery.Decision | None]:
     """Choose how to continue; if no proposal of the policy is feasible, return to the newest checkpoint.
 
-    If no worker is lost, none has joined and nothing is prepared, there is nothing to choose: the current plan is
-    retried.
+    Returns the next generation, and the decision that led to it. If no worker is lost, none has joined and nothing is
+    prepared, there is nothing to choose, and no decision: the current plan is retried.
 
     Args:
         context: the cluster in numbers: the plan in force, the live workers, and all costs.
@@ -92,30 +51,26 @@ def decide(
             the commit protocol rules out.
     """
     if cluster.is_unloaded:
-        return _reload(cluster, context)
+        return _reload(cluster, context), None
     if cluster.ownerless_layers:
-        return _without_owners(cluster, context)
+        return _without_owners(cluster, context), None
     if not context.lost and not cluster.newcomers and prepared is None:
-        return _keep(cluster, context, cluster.plan, "again", context.in_flight_limits, transition=None)
+        return _keep(cluster, context, _Layout(cluster.plan, context.in_flight_limits), "again"), None
     decision = prepared or recovery.decide(context, policy, rate, decide_s=decide_s)
     course, chosen = decision.course, decision.chosen
     if chosen is None or course is None:
-        return _fall_back(cluster, context, decision)
+        return _fall_back(cluster, context, decision), decision
+    layout = _Layout(course.plan, course.in_flight_limits, course.program, is_checked=prepared is not None)
     if course.transfer is None and cluster.source is None and context.has_checkpoints:
         # There will be checkpoints, but none is complete yet.
         context = replace(context, has_checkpoints=False)
         return decide(cluster, context, policy=policy, rate=rate, decide_s=decide_s)
     if course.transfer is None:
-        anew = _go_back(cluster, context, course.plan, chosen.policy, course.in_flight_limits)
-    else:
-        # A prepared transfer assumes that each worker holds exactly its part of the placement in force.
-        is_as_planned = prepared is None or context.held == context.placement
-        transition = _transition(cluster, course.plan, context, transfer=course.transfer if is_as_planned else None)
-        anew = _keep(cluster, context, course.plan, chosen.policy, course.in_flight_limits, transition=transition)
-    # On the way back to a snapshot, other workers may take the places of the plan.
-    program = course.program if anew.plan == course.plan else None
-    checked = prepared is not None and program is not None
-    return replace(anew, program=program, decision=decision, prepared=checked, is_checked=checked)
+        return _go_back(cluster, context, layout, chosen.policy), decision
+    # A prepared transfer assumes that each worker holds exactly its part of the placement in force.
+    is_as_planned = prepared is None or context.held == context.placement
+    transition = _transition(cluster, course.plan, context, transfer=course.transfer if is_as_planned else None)
+    return _keep(cluster, context, layout, chosen.policy, transition=transition), decision
 
 
 def decide_in_place(
@@ -127,8 +82,8 @@ def decide_in_place(
     is_reviewed: bool,
     speculative: SpeculativeDecision | None = None,
     decide_s: Callable[[], float] | None = None,
-) -> RecoveryPlan | None:
-    """Choose how to continue at once, without moving layers; None if that is not feasible.
+) -> tuple[GenerationSpec, recovery.Decision | None] | None:
+    """Choose how to continue at once, without moving layers; None if that is not feasible. Returns as `decide`.
 
     Args:
         cluster, context, rate, decide_s: as for `decide`.
@@ -138,46 +93,79 @@ def decide_in_place(
     """
     if cluster.ownerless_layers:
         return None
-    if not context.lost:
-        plan = _keep(cluster, context, cluster.plan, "again", context.in_flight_limits, transition=None)
-    else:
+    layout, policy, decision = _Layout(cluster.plan, context.in_flight_limits), "again", None
+    if context.lost:
         known = speculative and speculative.rescored(context, rate, is_reviewed=is_reviewed, decide_s=decide_s)
         quick = without_search(context) if is_reviewed else context
         decision = known or recovery.decide(quick, IN_PLACE, rate, decide_s=decide_s)
         course = decision.course
         if course is None or course.transfer is None or course.transfer.messages:
             return None
-        plan = _keep(cluster, context, course.plan, IN_PLACE, course.in_flight_limits, transition=None)
-        plan = replace(plan, program=course.program, decision=decision, is_checked=known is not None)
+        layout = _Layout(course.plan, course.in_flight_limits, course.program, is_checked=known is not None)
+        policy = IN_PLACE
+    spec = _keep(cluster, context, layout, policy)
     if salvaged is None:
-        return plan
+        return spec, decision
+    rest = PlannedRest(
+        remaining=salvaged.rest,
+        program=salvaged.scheduled.program,
+        resends=salvaged.scheduled.resends,
+        rest_s=salvaged.rest_s,
+    )
     share = f"{salvaged.repeated_share:.1%}"
-    action = f"{plan.action}, of which {'nothing' if share == '0.0%' else share} is repeated"
-    return replace(plan, rest=salvaged.rest, salvaged=salvaged, action=action)
+    action = f"{spec.action}, of which {'nothing' if share == '0.0%' else share} is repeated"
+    return replace(spec, rest=rest, action=action), decision
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """A plan with its limits, and its program if it is known.
+
+    Attributes:
+        is_checked: The program was checked before the workers quiesced.
+    """
+
+    plan: Plan
+    in_flight_limits: Mapping[int, InFlightLimit]
+    program: Program | None = None
+    is_checked: bool = False
+
+    @classmethod
+    def of(cls, plan: Plan) -> Self:
+        """Return a plan with the usual limits."""
+        return cls(plan, default_limits(plan))
+
+    def generation(self, context: recovery.DecisionContext, **fields: Any) -> GenerationSpec:
+        """Return a generation of the plan, whose program is checked, with these fields."""
+        program = self.program
+        if program is None:
+            program = checked_program(self.plan, context.costs, self.in_flight_limits)
+        elif not self.is_checked:
+            check_program(program, self.plan)
+        return GenerationSpec(
+            plan=self.plan, program=program, costs=context.costs, in_flight_limits=self.in_flight_limits, **fields
+        )
 
 
 def _keep(
     cluster: ClusterState,
     context: recovery.DecisionContext,
-    plan: Plan,
+    layout: _Layout,
     policy: str,
-    in_flight_limits: Mapping[int, InFlightLimit],
     *,
-    transition: PlannedTransition | None,
-) -> RecoveryPlan:
-    """Return a plan that continues from the workers' state."""
+    transition: PlannedTransition | None = None,
+) -> GenerationSpec:
+    """Return a generation that continues from the workers' state."""
     first_step, vote = _resume_point(cluster)
     applied = "" if vote is None else f"step {first_step - 1} applied, "
     if transition is None:
-        action = _describe_reroute(cluster.plan, plan, context.lost, first_step)
+        action = _describe_reroute(cluster.plan, layout.plan, context.lost, first_step)
     else:
         moved = describe_transfer(transition.transfer, stops=True)
-        action = f"{describe_pipelines(plan)}; {moved}; resumes at step {first_step}"
-    return RecoveryPlan(
-        plan=plan,
-        in_flight_limits=in_flight_limits,
+        action = f"{describe_pipelines(layout.plan)}; {moved}; resumes at step {first_step}"
+    return layout.generation(
+        context,
         first_step=first_step,
-        load="keep",
         roll_forward=vote,
         policy=policy,
         action=applied + action,
@@ -211,33 +199,25 @@ def _resume_point(cluster: ClusterState) -> tuple[int, Vote | None]:
     return first_step, vote
 
 
-def _reload(cluster: ClusterState, context: recovery.DecisionContext) -> RecoveryPlan:
+def _reload(cluster: ClusterState, context: recovery.DecisionContext) -> GenerationSpec:
     """Return the present plan, or new pipelines if it has lost workers, from the newest state that is left.
 
     If no step was trained, and there is none, all begin with fresh weights.
     """
-    plan, limits = cluster.plan, context.in_flight_limits
-    if not set(plan.workers) <= set(cluster.live):
-        plan = _largest_layout(cluster, context)
-        limits = default_limits(plan)
+    layout = _Layout(cluster.plan, context.in_flight_limits)
+    if not set(cluster.plan.workers) <= set(cluster.live):
+        layout = _Layout.of(_largest_layout(cluster, context))
     if cluster.source is not None:
-        return _go_back(cluster, context, plan, None, limits)
+        return _go_back(cluster, context, layout, None)
     if cluster.committed == 0 and cluster.last_vote is None:
-        return RecoveryPlan(
-            plan=plan,
-            in_flight_limits=limits,
-            first_step=0,
-            load="initial",
-            roll_forward=None,
-            policy="again",
-            action=f"from the beginning, {describe_pipelines(plan)}",
-        )
+        action = f"from the beginning, {describe_pipelines(layout.plan)}"
+        return layout.generation(context, first_step=0, load="initial", policy="again", action=action)
     if cluster.disagreement is not None:
         raise ControlError(f"{cluster.disagreement}, and there is no checkpoint from before")
     raise ControlError("no checkpoint is left that can be read")
 
 
-def _without_owners(cluster: ClusterState, context: recovery.DecisionContext) -> RecoveryPlan:
+def _without_owners(cluster: ClusterState, context: recovery.DecisionContext) -> GenerationSpec:
     """Return new pipelines from an earlier state, because slices of the optimizer's state have no owner left.
 
     Raises:
@@ -247,8 +227,7 @@ def _without_owners(cluster: ClusterState, context: recovery.DecisionContext) ->
         if unheld := placement_of(cluster.held, len(context.costs.workload.layers)).unheld_layers:
             raise NoHolderError(unheld)
         raise NoOwnerError(cluster.ownerless_layers)
-    plan = _largest_layout(cluster, context)
-    return _go_back(cluster, context, plan, None, default_limits(plan))
+    return _go_back(cluster, context, _Layout.of(_largest_layout(cluster, context)), None)
 
 
 def _largest_layout(cluster: ClusterState, context: recovery.DecisionContext) -> Plan:
@@ -261,7 +240,7 @@ def _largest_layout(cluster: ClusterState, context: recovery.DecisionContext) ->
     )
 
 
-def _fall_back(cluster: ClusterState, context: recovery.DecisionContext, decision: recovery.Decision) -> RecoveryPlan:
+def _fall_back(cluster: ClusterState, context: recovery.DecisionContext, decision: recovery.Decision) -> GenerationSpec:
     """Return new pipelines if no candidate is feasible, from the remaining copies or from an earlier state."""
     layers, lost_layers = context.costs.workload.layers, context.placement.unheld_layers
     plan = _largest_layout(cluster, context)
@@ -271,23 +250,20 @@ def _fall_back(cluster: ClusterState, context: recovery.DecisionContext, decisio
         kinds = worker_kinds(context.costs.cluster)
         plan = remap_plan(plan, plan_transfer(held, plan.placement, kinds=kinds, layers=layers).roles)
         transition = _transition(cluster, plan, context)
-        anew = _keep(cluster, context, plan, "from-copies", default_limits(plan), transition=transition)
-    elif cluster.source is not None or lost_layers:
-        anew = _go_back(cluster, context, plan, None, default_limits(plan))
-    else:
-        reasons = "; ".join(f"{each.policy}: {each.reason}" for each in decision.candidates)
-        raise ControlError(f"nothing that the policy proposes can be done ({reasons}), and there is no checkpoint")
-    return replace(anew, decision=decision)
+        return _keep(cluster, context, _Layout.of(plan), "from-copies", transition=transition)
+    if cluster.source is not None or lost_layers:
+        return _go_back(cluster, context, _Layout.of(plan), None)
+    reasons = "; ".join(f"{each.policy}: {each.reason}" for each in decision.candidates)
+    raise ControlError(f"nothing that the policy proposes can be done ({reasons}), and there is no checkpoint")
 
 
 def _go_back(
     cluster: ClusterState,
     context: recovery.DecisionContext,
-    plan: Plan,
+    layout: _Layout,
     policy: str | None,
-    in_flight_limits: Mapping[int, InFlightLimit],
-) -> RecoveryPlan:
-    """Return a plan that begins with the newest state before the present one; see `ClusterState.source`.
+) -> GenerationSpec:
+    """Return a generation that begins with the newest state before the present one; see `ClusterState.source`.
 
     Args:
         policy: what has proposed the plan; None: nothing else could be done.
@@ -308,31 +284,38 @@ def _go_back(
     why = why if cluster.disagreement is None else f"{cluster.disagreement}: {why}"
     kind = "snapshot" if load == "snapshot" else "checkpoint"
     source = "the beginning" if load == "initial" else f"the {kind} of step {step}"
-    back = RecoveryPlan(
-        plan=plan,
-        in_flight_limits=in_flight_limits,
+    back: dict[str, Any] = {}
+    if load == "snapshot":
+        layout, back["transition"], back["restoration"] = _to_snapshot(layout, cluster, context)
+    return layout.generation(
+        context,
         first_step=step,
         load=load,
-        roll_forward=None,
         policy=policy or ("checkpoint" if isinstance(load, int) else "snapshot"),
-        action=f"{why}back to {source}, {describe_pipelines(plan)}; {repeated} repeated",
+        action=f"{why}back to {source}, {describe_pipelines(layout.plan)}; {repeated} repeated",
         lost_layers=lost_layers,
+        **back,
     )
-    return _from_snapshot(back, cluster, context) if load == "snapshot" else back
 
 
-def _from_snapshot(back: RecoveryPlan, cluster: ClusterState, context: recovery.DecisionContext) -> RecoveryPlan:
-    """Return a plan with its way back to the snapshot: parts are made again, then layers move as in any transition."""
+def _to_snapshot(
+    layout: _Layout, cluster: ClusterState, context: recovery.DecisionContext
+) -> tuple[_Layout, PlannedTransition, Restoration]:
+    """Return the way back to the snapshot: parts are made again, then layers move as in any transition.
+
+    Other workers may take the places of a plan that differs from the present one.
+    """
     restoration = None if cluster.snapshot is None else cluster.snapshot.restoration
     assert restoration is not None
-    layers, plan = context.costs.workload.layers, back.plan
+    layers, plan = context.costs.workload.layers, layout.plan
     held = {worker: restoration.held.get(worker, ()) for worker in sorted(cluster.live)}
     kept = placement_of(held, len(layers))
     if plan != cluster.plan:
         roles = plan_transfer(kept, plan.placement, kinds=worker_kinds(context.costs.cluster), layers=layers).roles
         plan = remap_plan(plan, roles)
-        limits = FrozenMap({roles.get(worker, worker): limit for worker, limit in back.in_flight_limits.items()})
-        back = replace(back, plan=plan, in_flight_limits=limits)
+        limits = FrozenMap({roles.get(worker, worker): limit for worker, limit in layout.in_flight_limits.items()})
+        if plan != layout.plan:
+            layout = _Layout(plan, limits)
     transition = plan_transition(kept, plan.placement, held=held, layers=layers, moves_slices=True)
     assert transition is not None
     participants = {*transition.participants, *restoration.senders}
@@ -341,7 +324,7 @@ def _from_snapshot(back: RecoveryPlan, cluster: ClusterState, context: recovery.
         participants=tuple(sorted(participants)),
         keep=FrozenMap({worker: transition.keep.get(worker, ()) for worker in sorted(participants)}),
     )
-    return replace(back, transition=transition, restoration=restoration)
+    return layout, transition, restoration
 
 
 def describe_transfer(transfer: Transfer, *, stops: bool) -> str:

@@ -1,32 +1,31 @@
-"""The owners of slices of the optimizer's state under the next plan; see `plan.shards`.
-
-The keepers of snapshots under the next plan, and the cost of a return to one; see `plan.snapshots`.
-
-The owners of slices and the keepers of snapshots under plans to switch to.
+"""Who owns the slices of the optimizer's state and who keeps snapshots under the next plans, and what a return to a
+snapshot costs; see `plan.shards` and `plan.snapshots`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from chameleon_ft.config import RunConfig
 from chameleon_ft.config import Snapshots as SnapshotsConfig
-from chameleon_ft.coordinator.decisions.recovery_plan import RecoveryPlan
-from chameleon_ft.coordinator.state.active_plan import ActivePlan, PlannedTransition, plan_transition
 from chameleon_ft.coordinator.state.state import State
 from chameleon_ft.cost.snapshots import SnapshotRule, choose_snapshots
 from chameleon_ft.cost.transition import state_bytes
 from chameleon_ft.plan.shards import Sharding, shard_optimizer
 from chameleon_ft.quantities import counted
-from chameleon_ft.recovery import LONGEST_BETWEEN_SNAPSHOTS_S, Checkpoints, DecisionContext, without_shadow_holders
+from chameleon_ft.recovery import LONGEST_BETWEEN_SNAPSHOTS_S, Checkpoints, DecisionContext
 from chameleon_ft.recovery import Snapshots as ExpectedSnapshots
+from chameleon_ft.recovery.generation import CostsFrom, GenerationSpec
+from chameleon_ft.recovery.transition import PlannedTransition, plan_transition
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.transfer import Transfer
 from chameleon_ft.workload import LayerCost
 
 
-def with_owners(plan: RecoveryPlan, left: Sharding | None, hosts: Mapping[int, str], redundancy: int) -> RecoveryPlan:
+def with_owners(
+    plan: GenerationSpec, left: Sharding | None, hosts: Mapping[int, str], redundancy: int
+) -> GenerationSpec:
     """Return the plan after a loss, or the first one, with its owners.
 
     If no layers move, the remaining owners stay. Otherwise slices move with the layers.
@@ -43,22 +42,22 @@ def with_owners(plan: RecoveryPlan, left: Sharding | None, hosts: Mapping[int, s
     if transition is None:
         left = left.left_to({worker: placement.layers_of(worker) for worker in placement.workers})
         # Training does not wait for other owners: they get their slices by a switch.
-        return replace(plan, sharding=left, is_provisional=plan.is_provisional or lacks_copies(left, redundancy))
+        return replace(plan, sharding=left)
     left = left.left_to(transition.keep)
     after = shard_optimizer(placement, hosts, redundancy, left)
     return replace(plan, sharding=after, transition=replace(transition, sharding=left))
 
 
 def with_owners_between(
-    plans: Sequence[RecoveryPlan],
-    active: ActivePlan,
+    plans: Sequence[GenerationSpec],
+    active: GenerationSpec,
     hosts: Mapping[int, str],
     redundancy: int,
     *,
     migrates: bool,
     live: Collection[int],
     layers: Sequence[LayerCost],
-) -> tuple[RecoveryPlan, ...]:
+) -> tuple[GenerationSpec, ...]:
     """Return plans to switch to one after the other, with the owners of slices under each.
 
     Where owners change, their slices move while the plan before trains, with its layers if it has a migration.
@@ -70,7 +69,7 @@ def with_owners_between(
     """
     present, before = active, active.sharding
     assert before is not None
-    found: list[RecoveryPlan] = []
+    found: list[GenerationSpec] = []
     for number, plan in enumerate(plans):
         target = plans[number + 1] if plan.migration is not None else plan
         after = shard_optimizer(target.plan.placement, hosts, redundancy, before)
@@ -88,15 +87,11 @@ def with_owners_between(
     return tuple(found)
 
 
-def _moving_slices(present: ActivePlan, before: Sharding, after: Sharding) -> RecoveryPlan:
+def _moving_slices(present: GenerationSpec, before: Sharding, after: Sharding) -> GenerationSpec:
     """Return the present plan, as one under which slices move and no layers."""
-    plan = RecoveryPlan.kept(present, None)
-    return replace(
-        plan,
+    return present.followed_by(
         policy="migration",
         action="slices of the optimizer's state move during training",
-        transition=None,
-        rest=None,
         migration=Transfer(placement=present.plan.placement, roles={}, rounds=()),
         sharding=before,
         next_sharding=after,
@@ -104,8 +99,8 @@ def _moving_slices(present: ActivePlan, before: Sharding, after: Sharding) -> Re
 
 
 def _with_slices(
-    plan: RecoveryPlan,
-    present: ActivePlan,
+    plan: GenerationSpec,
+    present: GenerationSpec,
     before: Sharding,
     *,
     live: Collection[int],
@@ -125,27 +120,16 @@ def lacks_copies(sharding: Sharding, redundancy: int) -> bool:
     return any(len(each.owners) < min(redundancy, len(own.holders)) for own in sharding.layers for each in own.slices)
 
 
-def restoring_copies(active: ActivePlan, redundancy: int) -> RecoveryPlan:
+def restoring_copies(active: GenerationSpec, redundancy: int) -> GenerationSpec:
     """Return the plan in force as a plan to switch to, in which its slices get more owners."""
     copies = counted(redundancy, "owner")
-    return RecoveryPlan(
-        plan=active.plan,
-        in_flight_limits=active.in_flight_limits,
-        first_step=0,
-        load="keep",
-        roll_forward=None,
+    return active.followed_by(
         policy="redundancy",
         action=f"slices of the optimizer's state that have lost an owner get {copies} again",
     )
 
 
-def with_keepers(
-    plan: RecoveryPlan,
-    hosts: Mapping[int, str],
-    config: RunConfig,
-    costs_of: Callable[[Mapping[int, str]], CostModel],
-    host_memory: Mapping[str, int],
-) -> RecoveryPlan:
+def with_keepers(plan: GenerationSpec, config: RunConfig, host_memory: Mapping[str, int]) -> GenerationSpec:
     """Return the plan with the layout of snapshots that are taken under it, if any are.
 
     See `SnapshotRule` for when none are, if the run chooses by itself.
@@ -158,11 +142,9 @@ def with_keepers(
         return plan
     if not config.receives_block:
         return replace(plan, no_snapshots=f"they are not sent over {config.backend} yet")
-    placement, costs = plan.plan.placement, costs_of(hosts)
-    if plan.migration is not None:
-        placement = without_shadow_holders(placement, plan.migration)
     rule = snapshot_rule(snapshots, host_memory)
-    chosen = choose_snapshots(placement, costs.workload, costs.cluster.hosts, rule, plan.sharding)
+    costs = plan.costs
+    chosen = choose_snapshots(plan.trained_plan.placement, costs.workload, costs.cluster.hosts, rule, plan.sharding)
     return replace(plan, snapshots=chosen.layout, no_snapshots=chosen.refusal)
 
 
@@ -217,13 +199,14 @@ class Completion:
 
     config: RunConfig
     costs: CostModel
-    active: ActivePlan
+    costs_from: CostsFrom
+    active: GenerationSpec
     hosts: Mapping[int, str]
     live: tuple[int, ...]
     host_memory: Mapping[str, int]
     migrates: bool
 
-    def __call__(self, plans: Sequence[RecoveryPlan]) -> tuple[RecoveryPlan, ...]:
+    def __call__(self, plans: Sequence[GenerationSpec]) -> tuple[GenerationSpec, ...]:
         """Return the plans with owners and keepers.
 
         If there is no plan but slices have lost owners, the one in force, in which they get others.
@@ -242,5 +225,6 @@ class Completion:
                 layers=self.costs.workload.layers,
             )
         return tuple(
-            with_keepers(plan, self.hosts, self.config, lambda _: self.costs, self.host_memory) for plan in plans
+            with_keepers(replace(plan, costs=self.costs, costs_from=self.costs_from), self.config, self.host_memory)
+            for plan in plans
         )

@@ -11,7 +11,6 @@ from typing import Any
 from chameleon_ft.coordinator import commands
 from chameleon_ft.coordinator.commands import Acknowledge, Command, Record, Send
 from chameleon_ft.coordinator.events import Moment
-from chameleon_ft.coordinator.state.active_plan import ActivePlan
 from chameleon_ft.coordinator.state.incidents import Incident
 from chameleon_ft.coordinator.state.members import Worker
 from chameleon_ft.coordinator.state.state import Phase, State
@@ -21,6 +20,7 @@ from chameleon_ft.plan import Plan
 from chameleon_ft.protocol import messages
 from chameleon_ft.protocol.messages import Message
 from chameleon_ft.quantities import counted
+from chameleon_ft.recovery.generation import GenerationSpec
 
 
 class Draft:
@@ -44,25 +44,24 @@ class Draft:
         """Replace fields of one incarnation of a worker."""
         self.state = replace(self.state, members=self.state.members.changed(worker, **changes))
 
-    def begin_plan(self, plan: ActivePlan, generation: int, *, loads: bool = False) -> None:
-        """Put a plan in force in a generation, which begins.
+    def begin_generation(self, spec: GenerationSpec, *, loads: bool = False) -> None:
+        """Put a generation in force, which begins.
 
         Args:
             loads: whether all workers load their layers, instead of keeping those that they have.
         """
         before = {} if self.state.active is None or loads else _layers_run(self.state.active.plan)
-        new = [worker for worker, layers in _layers_run(plan.plan).items() if not layers <= before.get(worker, set())]
-        placement, health = plan.plan.placement, replace(self.state.health, disagreement=None)
-        health = health.loaded(plan.first_step, plan.witnesses) if loads else health.held_by(placement)
-        if plan.no_snapshots and (self.state.active is None or not self.state.active.no_snapshots):
-            message = f"none are taken, because {plan.no_snapshots}"
-            self.record("snapshots_off", reason=plan.no_snapshots, message=message)
+        new = [worker for worker, layers in _layers_run(spec.plan).items() if not layers <= before.get(worker, set())]
+        placement, health = spec.plan.placement, replace(self.state.health, disagreement=None)
+        health = health.loaded(spec.first_step, spec.witnesses) if loads else health.held_by(placement)
+        if spec.no_snapshots and (self.state.active is None or not self.state.active.no_snapshots):
+            message = f"none are taken, because {spec.no_snapshots}"
+            self.record("snapshots_off", reason=spec.no_snapshots, message=message)
         self.state = replace(
             self.state,
             phase=Phase.REGROUPING,
-            generation=generation,
-            active=plan,
-            active_generation=generation,
+            generation=spec.generation,
+            active=spec,
             finished=frozenset(),
             members=self.state.members.with_new_layers(new),
             health=health,
@@ -118,7 +117,7 @@ def _layers_run(plan: Plan) -> dict[int, set[int]]:
     return run
 
 
-def record_incident(draft: Draft, active: ActivePlan | None, *, stop: str = "") -> None:
+def record_incident(draft: Draft, active: GenerationSpec | None, *, stop: str = "") -> None:
     """Record the losses of an incident that is over, and learn from the durations of its phases."""
     state, incident, now = draft.state, draft.state.incident, draft.at.unix_s
     # No worker stops for a spare.

@@ -158,7 +158,7 @@ def release(draft: Draft) -> None:
     if state.phase is not Phase.TRAINING or state.active is None or state.committed <= state.active.first_step:
         return
     upcoming = state.switches.next
-    needed = {*state.active.plan.workers, *(() if upcoming is None else upcoming.plan.participants)}
+    needed = {*state.active.plan.workers, *(() if upcoming is None else upcoming.spec.participants)}
     for worker in state.members:
         if worker.draining and not worker.lost and worker.id not in needed:
             _dismiss_worker(draft, worker)

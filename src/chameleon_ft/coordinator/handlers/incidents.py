@@ -11,15 +11,16 @@ from chameleon_ft.coordinator.decisions.cluster_state import workers_to_give_up
 from chameleon_ft.coordinator.detectors import base as signals
 from chameleon_ft.coordinator.handlers import bad_steps, gathering, slowness, switches
 from chameleon_ft.coordinator.handlers.draft import Draft, count_death, record_incident
-from chameleon_ft.coordinator.state.active_plan import ActivePlan, Switches
 from chameleon_ft.coordinator.state.checkpoints import describe_unreadable
 from chameleon_ft.coordinator.state.incidents import GIVEN_UP, Incident, Loss
 from chameleon_ft.coordinator.state.members import Worker
 from chameleon_ft.coordinator.state.state import Ending, Phase, State
+from chameleon_ft.coordinator.state.switches import Switches
 from chameleon_ft.events.records import NoticedBy, RunStatus
 from chameleon_ft.plan.frozen_map import updated, without
 from chameleon_ft.protocol import messages
 from chameleon_ft.quantities import duration, in_ranges
+from chameleon_ft.recovery.generation import GenerationSpec
 
 _ALL_TRAINED: Final = "; all steps are trained, and --resume repeats those after the newest checkpoint, if any"
 
@@ -103,7 +104,7 @@ def lose(draft: Draft, number: int, noticed_by: NoticedBy, cause: str) -> None:
         draft.record("join_failed", worker=number, incarnation=worker.incarnation, cause=cause, message=message)
         return
     upcoming = state.switches.next
-    if worker.draining and not (number in state.needed or (upcoming and number in upcoming.plan.participants)):
+    if worker.draining and not (number in state.needed or (upcoming and number in upcoming.spec.participants)):
         # `Exit` was about to be sent to it.
         record_drained(draft, number)
         if state.phase is not Phase.TRAINING:
@@ -217,7 +218,7 @@ def _continue_without(draft: Draft, worker: int) -> None:
         assert state.active is not None
         switches.participant_lost(draft, worker)
         action = "it was a spare: nothing changes"
-        active = ActivePlan(plan=state.active.plan, first_step=state.committed, policy="none", action=action)
+        active = state.active.followed_by(first_step=state.committed, policy="none", action=action)
         record_incident(draft, active)
 
 
@@ -282,7 +283,7 @@ def quiesced(draft: Draft, worker: int, message: messages.Quiesced) -> None:
     """Record the report of a worker that has left its operations."""
     if draft.state.phase is Phase.STOPPING:
         _take_plan(draft, worker, message)
-        report = message.model_copy(update={"plan": ""}) if message.plan else message
+        report = message.model_copy(update={"spec": ""}) if message.spec else message
         draft.state = replace(draft.state, quiesced=updated(draft.state.quiesced, {worker: report}))
         _decide_if_quiesced(draft)
 
@@ -291,12 +292,13 @@ def _take_plan(draft: Draft, worker: int, report: messages.Quiesced) -> None:
     """Follow the plan by which a worker trains, if the coordinator before could not write it into the journal."""
     state, upcoming = draft.state, draft.state.switches.next
     is_known = report.placed <= state.active_generation or (upcoming is not None and upcoming.number == report.placed)
-    if is_known or not report.plan:
+    if is_known or not report.spec:
         return
-    active = ActivePlan.unpack(report.plan)
+    active = GenerationSpec.from_json(report.spec)
     if active.migration is not None:
         active = switches.without_migration(active)
-    draft.state = replace(state, active=active, active_generation=report.placed, in_force=active)
+    active = replace(active, generation=report.placed)
+    draft.state = replace(state, active=active, in_force=active)
     draft.record(
         "plan_restored",
         generation=report.placed,
@@ -368,9 +370,7 @@ def _find_placement(draft: Draft, placed: int) -> bool:
         draft.state = replace(draft.state, in_force=state.placed)
     elif upcoming is not None and placed == upcoming.number:
         # They have switched, and no report of the step before has come.
-        draft.state = replace(
-            draft.state, in_force=state.placed, active=upcoming.plan, active_generation=upcoming.number
-        )
+        draft.state = replace(draft.state, in_force=state.placed, active=upcoming.spec)
         draft.state = replace(draft.state, in_force=draft.state.placed)
     return placed <= draft.state.active_generation
 

@@ -291,13 +291,13 @@ def considered(draft: Draft, event: Considered) -> None:
         # All are considered again.
         return
     elif event.plans:
-        switches.prepare(draft, event.plans)
+        switches.prepare(draft, event.plans, event.record)
     elif drains.is_waited_for(state):
-        draft.do(Task.RECORD_SCALE_UP)
+        switches.record_decision(draft, event.record)
         # Newcomers are considered again, with all that stay.
         drains.give_up(draft, event.reason)
     else:
-        draft.do(Task.RECORD_SCALE_UP)
+        switches.record_decision(draft, event.record)
         if scale_up.asked_speeds != scale_up.speeds:
             message = "the plan stays as it is; `chameleon explain` shows why"
             draft.record("stay", **_slow(scale_up), message=message)

@@ -78,7 +78,7 @@ def _step_record(
         grad_norm=message.grad_norm,
         lr=message.lr,
         samples=0 if vote.skipped else vote.samples,
-        tokens=0 if vote.skipped else int(vote.terms) if vote.terms.is_integer() else vote.terms,
+        tokens=0 if vote.skipped else int(vote.terms) if float(vote.terms).is_integer() else vote.terms,
         step_s=step_s,
         workers=workers,
         generation=message.generation,

@@ -5,48 +5,49 @@ from __future__ import annotations
 from dataclasses import replace
 
 from chameleon_ft.coordinator import commands, events
-from chameleon_ft.coordinator.decisions.recovery_plan import RecoveryPlan
 from chameleon_ft.coordinator.detectors import base as signals
 from chameleon_ft.coordinator.handlers import bad_steps, incidents
 from chameleon_ft.coordinator.handlers.draft import Draft, record_incident
 from chameleon_ft.coordinator.state.state import Phase
 from chameleon_ft.protocol import messages
+from chameleon_ft.recovery.generation import GenerationSpec
 
 
 def decided(draft: Draft, event: events.Decided) -> None:
-    """Launch the plan of a decision, then record why it was chosen."""
-    state, plan = draft.state, event.plan
+    """Launch the generation of a decision, then record why it was chosen."""
+    state, spec, choice = draft.state, event.spec, event.choice
     if state.phase not in (Phase.GATHERING, Phase.DECIDING) or event.question != state.question:
         # A loss has overtaken it.
         return
     # If a plan is only tried again, a better one is still to be looked for.
-    is_provisional = plan.is_provisional or (plan.policy == "again" and state.scale_up.provisional_since_s is not None)
-    draft.state = replace(
-        draft.state, incident=replace(state.incident, repeated_s=plan.repeated_s, is_provisional=is_provisional)
+    is_tried_again = spec.policy == "again" and state.scale_up.provisional_since_s is not None
+    incident = replace(
+        state.incident,
+        repeated_s=event.repeated_s,
+        is_provisional=event.is_provisional or is_tried_again,
+        decided_at=draft.at.unix_s,
     )
-    if event.choice is not None:
-        draft.state = replace(
-            draft.state, incident=replace(draft.state.incident, chosen_at=event.chosen_at, looked_up=plan.prepared)
-        )
-    _launch(draft, plan)
-    if event.choice is None:
+    if choice is not None:
+        incident = replace(incident, chosen_at=choice.chosen_at, looked_up=choice.is_prepared)
+    draft.state = replace(draft.state, incident=incident)
+    _launch(draft, replace(spec, generation=state.generation))
+    if choice is None:
         return
     # All workers wait for their orders, and none for a record.
-    fields = event.choice.record
     draft.record(
         "decision",
         generation=state.generation,
-        trigger="loss" if fields["lost"] else "join" if state.scale_up.newcomers else "review",
+        trigger="loss" if choice.record["lost"] else "join" if state.scale_up.newcomers else "review",
         search_s=draft.at.unix_s - state.incident.stopped_at,
-        **fields,
+        **choice.record,
     )
     outcomes, outcome = state.outcomes.decided(
         generation=state.generation,
-        policy=plan.policy,
-        predicted_step_s=event.choice.step_s,
-        predicted_stall_s=event.choice.stall_s,
-        repeated_steps=max(0, state.committed - plan.first_step),
-        is_salvaged=plan.rest is not None,
+        policy=spec.policy,
+        predicted_step_s=choice.step_s,
+        predicted_stall_s=choice.stall_s,
+        repeated_steps=max(0, state.committed - spec.first_step),
+        is_salvaged=spec.rest is not None,
         now=draft.at.unix_s,
     )
     draft.state = replace(draft.state, outcomes=outcomes)
@@ -59,47 +60,33 @@ def decision_failed(draft: Draft, event: events.DecisionFailed) -> None:
         incidents.end(draft, "failed", event.reason)
 
 
-def _launch(draft: Draft, plan: RecoveryPlan) -> None:
-    """Give every participant of the plan its orders for the current generation."""
+def _launch(draft: Draft, spec: GenerationSpec) -> None:
+    """Give every participant its orders for the current generation."""
     # Bad steps of the generation before count also if not all of its workers have reported.
     bad_steps.record_all(draft)
     if draft.state.ending is None:
         # The bad step is trained again.
         draft.state = replace(draft.state, health=replace(draft.state.health, ending=""))
-    state, active = draft.state, plan.active()
-    draft.begin_plan(active, state.generation, loads=plan.load not in ("keep", "snapshot"))
+    state = draft.state
+    keeps = spec.load == "keep"
+    draft.begin_generation(spec, loads=spec.load not in ("keep", "snapshot"))
     draft.state = replace(
         draft.state,
         switched_from=None,
-        in_force=active if active.transition is None else state.in_force,
-        committed=plan.first_step,
-        checkpoints=state.checkpoints.interrupted()
-        if plan.load == "keep"
-        else state.checkpoints.loaded(state.generation),
+        in_force=spec if spec.transition is None else state.in_force,
+        committed=spec.first_step,
+        checkpoints=state.checkpoints.interrupted() if keeps else state.checkpoints.loaded(state.generation),
         snapshots=state.snapshots
-        if plan.load == "keep"
-        else state.snapshots.loaded(plan.first_step, is_fresh=plan.load == "initial"),
-    )
-    # Each holder has its own copy, which is not compared with others.
-    if plan.load == "snapshot":
-        draft.state = replace(
-            draft.state, health=replace(draft.state.health, agreed=min(draft.state.health.agreed, plan.first_step))
-        )
-    incidents.detect(draft, signals.Progressed(draft.at.monotonic_s))
-    draft.do(commands.Launch(plan, is_first=state.active is None))
-
-
-def launched(draft: Draft, event: events.Launched) -> None:
-    """Do what no worker waits for, once the orders of a generation have been sent."""
-    state = draft.state
-    if event.generation != state.generation:
-        return
-    draft.state = replace(
-        draft.state,
-        incident=replace(state.incident, decided_at=draft.at.unix_s),
+        if keeps
+        else state.snapshots.loaded(spec.first_step, is_fresh=spec.load == "initial"),
         history=state.history.live(len(state.members.live()), draft.at.monotonic_s),
     )
-    draft.do(commands.Task.FORGET_DECISIONS)
+    if spec.load == "snapshot":  # each holder has its own copy, which is not compared with others
+        draft.state = replace(
+            draft.state, health=replace(draft.state.health, agreed=min(draft.state.health.agreed, spec.first_step))
+        )
+    incidents.detect(draft, signals.Progressed(draft.at.monotonic_s))
+    draft.do(commands.Launch(spec, is_first=state.active is None), commands.Task.FORGET_DECISIONS)
 
 
 def switched(draft: Draft, message: messages.Switched) -> None:

@@ -8,19 +8,19 @@ memory does not hold all of them, they move in waves: then all switch to another
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
-from chameleon_ft.coordinator import commands, events
+from chameleon_ft.coordinator import commands
 from chameleon_ft.coordinator.handlers import checkpoints, snapshots
 from chameleon_ft.coordinator.handlers.draft import Draft
-from chameleon_ft.coordinator.state.active_plan import ActivePlan, Migrated, NextGeneration, Switches
 from chameleon_ft.coordinator.state.incidents import Incident
 from chameleon_ft.coordinator.state.state import Phase, State
+from chameleon_ft.coordinator.state.switches import Migrated, NextGeneration, Switches
 from chameleon_ft.protocol import messages
 from chameleon_ft.quantities import duration, in_ranges
-from chameleon_ft.recovery import without_shadow_holders
+from chameleon_ft.recovery.generation import GenerationSpec
 
 # The policy of a plan without the layers that moved.
 _CANCELLED: Final = "cancelled-migration"
@@ -32,10 +32,18 @@ _MIGRATION_FACTOR: Final = 20.0
 _MIGRATION_RENDEZVOUS: Final = 5.0
 
 
-def prepare(draft: Draft, plans: Sequence[ActivePlan]) -> None:
-    """Have the first of these plans prepared, or its layers move; the others follow one after the other."""
-    _update(draft, replace(draft.state.switches, following=tuple(plans)))
+def prepare(draft: Draft, plans: Sequence[GenerationSpec], record: Mapping[str, object]) -> None:
+    """Have the first of these plans prepared, or its layers move; the others follow one after the other.
+
+    The decision that they come from is recorded once the last of them is in force.
+    """
+    _update(draft, replace(draft.state.switches, following=tuple(plans), record=record))
     _proceed(draft)
+
+
+def record_decision(draft: Draft, record: Mapping[str, object]) -> None:
+    """Record a decision made during training: its plan is in force now, or it was to continue as before."""
+    draft.record("decision", generation=draft.state.generation, **record)
 
 
 def _proceed(draft: Draft) -> None:
@@ -56,14 +64,14 @@ def _proceed(draft: Draft) -> None:
     )
     draft.state = replace(draft.state, in_force=state.placed, active=active)
     _update(draft, replace(draft.state.switches, following=tuple(following)))
-    draft.do(commands.Migrate(state.generation, active, active.plan.workers))
+    draft.do(commands.Migrate(active, active.plan.workers))
     draft.state = replace(draft.state, outcomes=state.outcomes.migrating(plan, draft.at.unix_s))
     _end_outcome(draft)
     _migrating(draft)
     resume(draft)
 
 
-def _only_moves_layers(plan: ActivePlan, active: ActivePlan) -> bool:
+def _only_moves_layers(plan: GenerationSpec, active: GenerationSpec) -> bool:
     """Return whether a plan differs from the active one in its placement alone, so that no generation is needed."""
     return (
         active.plan.placement.ranges.keys() >= set(plan.participants)
@@ -110,20 +118,21 @@ def resume(draft: Draft) -> bool:
 
 
 def _prepare(draft: Draft) -> None:
-    plan = replace(draft.state.switches.following[0], first_step=draft.state.committed + 1)
-    generation = NextGeneration(
-        number=draft.new_generation(),
-        plan=plan,
-        unprepared=frozenset(plan.participants),
+    spec = replace(
+        draft.state.switches.following[0], generation=draft.new_generation(), first_step=draft.state.committed + 1
+    )
+    upcoming = NextGeneration(
+        spec=spec,
+        unprepared=frozenset(spec.participants),
         deadline_s=draft.at.monotonic_s + _patience_s(draft.state),
         probe_at_s=draft.at.monotonic_s + draft.state.settings.timeouts.message_timeout_s(0.0),
     )
-    _update(draft, replace(draft.state.switches, next=generation))
-    if plan.migration is not None and draft.state.active is not None:
+    _update(draft, replace(draft.state.switches, next=upcoming))
+    if spec.migration is not None and draft.state.active is not None:
         # Those that train have no memory for more layers before they train that generation.
         training = draft.state.active.plan.placement.ranges
-        newcomers = tuple(worker for worker in plan.participants if worker not in training)
-        draft.do(commands.Migrate(generation.number, plan, newcomers))
+        newcomers = tuple(worker for worker in spec.participants if worker not in training)
+        draft.do(commands.Migrate(spec, newcomers))
     draft.do(commands.Task.PREPARE_GENERATION)
 
 
@@ -141,7 +150,7 @@ def _patience_s(state: State) -> float:
     return limit_s * float(2 ** min(state.scale_up.retries, 10))
 
 
-def _awaits_layers(state: State) -> ActivePlan | None:
+def _awaits_layers(state: State) -> GenerationSpec | None:
     """Return the active plan if its layers have to arrive before the plan that follows is prepared."""
     active = state.active
     return active if active and active.migration and state.switches.following[0].policy != _CANCELLED else None
@@ -183,17 +192,10 @@ def advance(draft: Draft) -> None:
         _give_up(draft, f"no answer from {missing} within {duration(_patience_s(draft.state))}, {limit}", cancels=True)
 
 
-def prepare_failed(draft: Draft, event: events.PrepareFailed) -> None:
-    """Give up a generation whose orders cannot be worked out."""
-    upcoming = draft.state.switches.next
-    if upcoming is not None and event.generation == upcoming.number:
-        _give_up(draft, event.reason)
-
-
 def participant_lost(draft: Draft, worker: int) -> None:
     """Give up the next generation if it needs this worker; the generation that trains does not."""
     upcoming = draft.state.switches.next
-    if upcoming is not None and worker in upcoming.plan.participants:
+    if upcoming is not None and worker in upcoming.spec.participants:
         discard(draft)
 
 
@@ -207,7 +209,7 @@ def discard(draft: Draft) -> None:
     if upcoming is not None:
         assert not upcoming.is_switching
         _update(draft, replace(draft.state.switches, next=None))
-        for worker in upcoming.plan.participants:
+        for worker in upcoming.spec.participants:
             draft.send(worker, messages.Discard(generation=upcoming.number))
     if active.migration is None:
         _cancel(draft)
@@ -250,20 +252,9 @@ def _give_up(draft: Draft, error: str, *, cancels: bool = False) -> None:
     draft.record("discarded", generation=upcoming.number, error=error, message=message)
 
 
-def without_migration(active: ActivePlan) -> ActivePlan:
-    """Return a plan under which layers move as the one that drops what has arrived of them."""
-    assert active.migration is not None
-    placement = without_shadow_holders(active.plan.placement, active.migration)
-    return ActivePlan(
-        plan=replace(active.plan, placement=placement),
-        in_flight_limits=active.in_flight_limits,
-        first_step=active.first_step,
-        policy=_CANCELLED,
-        action="the layers that moved are dropped",
-        sharding=active.sharding,
-        snapshots=active.snapshots,
-        no_snapshots=active.no_snapshots,
-    )
+def without_migration(active: GenerationSpec) -> GenerationSpec:
+    """Return the generation that follows one during which layers move, and drops what has arrived of them."""
+    return active.followed_by(plan=active.trained_plan, policy=_CANCELLED, action="the layers that moved are dropped")
 
 
 def _switch_if_prepared(draft: Draft) -> None:
@@ -285,7 +276,7 @@ def adopt(draft: Draft, message: messages.Committed) -> None:
     if state.phase is not Phase.TRAINING or message.generation != state.generation:
         return
     assert before is not None
-    active, following = replace(upcoming.plan, first_step=message.step + 1), switches.following[1:]
+    active, following = replace(upcoming.spec, first_step=message.step + 1), switches.following[1:]
     is_cancelled = active.policy == _CANCELLED
     migrate_s = max(0.0, upcoming.prepared_at - switches.migrating_at)
     migrated = switches.migrated.after(before.migration, migrate_s)
@@ -293,13 +284,13 @@ def adopt(draft: Draft, message: messages.Committed) -> None:
     is_cut_short = bool(following and state.reconnection.awaited)
     if before.migration is not None and not is_cancelled:
         draft.do(commands.MeasureMigration(before.migration, migrate_s))
-    draft.begin_plan(active, upcoming.number)
+    draft.begin_generation(active)
     draft.state = replace(
         draft.state,
         # Reports say later whether a worker holds the new placement.
         in_force=state.placed,
         switched_from=state.generation,
-        switches=Switches(following=following, migrated=migrated if following else Migrated()),
+        switches=Switches(following=following, record=switches.record, migrated=migrated if following else Migrated()),
         incident=Incident(
             ended_at=now,
             stopped_at=now,
@@ -320,7 +311,7 @@ def adopt(draft: Draft, message: messages.Committed) -> None:
             draft.send(worker, messages.Begin(generation=upcoming.number, first_step=active.first_step))
     if active.migration is not None:
         trained = tuple(worker for worker in active.plan.workers if worker in had_layers)
-        draft.do(commands.Migrate(upcoming.number, active, trained))
+        draft.do(commands.Migrate(active, trained))
         _migrating(draft)
     checkpoints.switched(draft)
     snapshots.switched(draft)
@@ -330,7 +321,7 @@ def adopt(draft: Draft, message: messages.Committed) -> None:
         resume(draft)
 
 
-def _follow_outcome(draft: Draft, active: ActivePlan) -> None:
+def _follow_outcome(draft: Draft, active: GenerationSpec) -> None:
     """Follow the outcome of the decision once its plan is in force."""
     outcomes, outcome = draft.state.outcomes.decided(
         generation=draft.state.generation,
@@ -340,7 +331,8 @@ def _follow_outcome(draft: Draft, active: ActivePlan) -> None:
         repeated_steps=0,
         now=draft.at.unix_s,
     )
-    draft.do(commands.Task.RECORD_SCALE_UP, commands.Task.FORGET_DECISIONS)
+    record_decision(draft, draft.state.switches.record)
+    draft.do(commands.Task.FORGET_DECISIONS)
     draft.state = replace(draft.state, outcomes=outcomes)
     draft.record_outcome(outcome)
 

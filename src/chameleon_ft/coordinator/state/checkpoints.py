@@ -367,7 +367,7 @@ class Health:
     def loaded(self, step: int, placement: Placement | None) -> Self:
         """Note that all workers begin with the state after `step` updates, which they have read.
 
-        `placement` is as `ActivePlan.witnesses`.
+        `placement` is as `GenerationSpec.witnesses`.
         """
         return replace(self, agreed=step, witnesses=_holders(placement), disagreement=None)
 

@@ -15,7 +15,7 @@ from typing import Any, Final, Literal, Self
 
 from chameleon_ft.config import Recovery
 from chameleon_ft.coordinator.detectors.process import describe_exit
-from chameleon_ft.coordinator.state.active_plan import ActivePlan, Migrated
+from chameleon_ft.coordinator.state.switches import Migrated
 from chameleon_ft.cost.transition import StallModel
 from chameleon_ft.events.records import (
     FOLLOWED_STEPS,
@@ -28,6 +28,7 @@ from chameleon_ft.events.records import (
 from chameleon_ft.plan.frozen_map import FrozenMap, without
 from chameleon_ft.protocol.messages import Switched
 from chameleon_ft.recovery import FailureModel
+from chameleon_ft.recovery.generation import GenerationSpec
 
 GIVEN_UP: Final = ("watchdog", "heartbeat", "peer")
 """Detection paths on which a worker is given up although its process may run. It is killed afterwards."""
@@ -135,7 +136,7 @@ class Incident:
 
     def records(
         self,
-        active: ActivePlan | None,
+        active: GenerationSpec | None,
         *,
         generation: int,
         resumed_at: float,
@@ -173,7 +174,7 @@ class Incident:
 
     def join_record(
         self,
-        active: ActivePlan,
+        active: GenerationSpec,
         newcomers: Sequence[int],
         *,
         drained: Sequence[int],
@@ -195,7 +196,7 @@ class Incident:
             **self._common_fields(active, generation=generation, resumed_at=resumed_at),
         )
 
-    def _common_fields(self, active: ActivePlan | None, *, generation: int, resumed_at: float) -> dict[str, Any]:
+    def _common_fields(self, active: GenerationSpec | None, *, generation: int, resumed_at: float) -> dict[str, Any]:
         transfer_s = 0.0 if self.switched is None else self.switched.transfer_s
         return {
             "decide_s": max(0.0, self.decided_at - self.stopped_at),
@@ -526,7 +527,7 @@ class Outcomes:
         )
         return after.ended() if pending is not None and len(pending.steps_s) == FOLLOWED_STEPS else (after, None)
 
-    def migrating(self, plan: ActivePlan, now: float) -> Self:
+    def migrating(self, plan: GenerationSpec, now: float) -> Self:
         """Note that layers begin to move, which makes an interrupted step longer, too.
 
         Its operations take longer, and its vote may wait for the layers.

@@ -15,15 +15,17 @@ from pydantic import TypeAdapter
 from pydantic_core import to_json
 
 from chameleon_ft.coordinator.detectors import Detectors
-from chameleon_ft.coordinator.state.active_plan import ActivePlan, NextGeneration, Switches
 from chameleon_ft.coordinator.state.checkpoints import Checkpoints, Health, Snapshots
 from chameleon_ft.coordinator.state.incidents import FailureHistory, Fault, Incident, Loss, Outcomes
 from chameleon_ft.coordinator.state.members import HostAdmission, Members, Respawns, ScaleUp, Worker
 from chameleon_ft.coordinator.state.settings import Settings
+from chameleon_ft.coordinator.state.switches import NextGeneration, Switches
 from chameleon_ft.events.records import RunStatus
+from chameleon_ft.plan.frames import plain
 from chameleon_ft.plan.frozen_map import FrozenMap
+from chameleon_ft.plan.vote import Vote
 from chameleon_ft.protocol.messages import Quiesced
-from chameleon_ft.protocol.parts import Vote
+from chameleon_ft.recovery.generation import GenerationSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,13 +111,12 @@ class State:
     generation: int
     # The highest number of a generation, prepared ones included; none is used twice.
     newest: int = 0
-    # The plan and the number of the newest generation that was begun; None before the first.
-    active: ActivePlan | None = None
-    active_generation: int = 0
+    # The newest generation that was begun; None before the first.
+    active: GenerationSpec | None = None
     # The generation before it, if the run has switched from one to the other.
     switched_from: int | None = None
-    # The last plan whose placement all survivors hold; None before the first.
-    in_force: ActivePlan | None = None
+    # The last generation whose placement all survivors hold; None before the first.
+    in_force: GenerationSpec | None = None
     switches: Switches = field(default_factory=Switches)
 
     # Steps that some worker, live or lost, has applied.
@@ -195,7 +196,12 @@ class State:
         return self.last_vote is None and not any(report.layers for report in self.quiesced.values())
 
     @property
-    def placed(self) -> ActivePlan | None:
+    def active_generation(self) -> int:
+        """The number of the newest generation that was begun; 0 before the first."""
+        return 0 if self.active is None else self.active.generation
+
+    @property
+    def placed(self) -> GenerationSpec | None:
         """The plan whose placement the workers of the active generation hold; shadow holders are not in it."""
         return self.active if self.active is None or self.active.migration is None else self.in_force
 
@@ -210,7 +216,7 @@ class State:
         """The workers of the active generation, and of one that workers may have switched to."""
         after = self.switches.underway
         now = () if self.active is None else self.active.participants
-        return frozenset(now).union(() if after is None else after.plan.participants)
+        return frozenset(now).union(() if after is None else after.spec.participants)
 
     @property
     def connections(self) -> tuple[int, ...]:
@@ -226,7 +232,7 @@ class State:
         # The transition of the active one is over once training has begun.
         now = self.active.participants if self.phase is Phase.REGROUPING else self.active.plan.workers
         after = self.switches.underway
-        return frozenset(now).union(() if after is None else after.plan.participants)
+        return frozenset(now).union(() if after is None else after.spec.participants)
 
     def can_do_without(self, worker: int) -> bool:
         """Return whether the other live workers hold all layers, and own all slices, that a worker does."""
@@ -262,7 +268,7 @@ class State:
 
     def to_json(self) -> str:
         """Write the state as one line of JSON; `from_json` reads it back to an equal state."""
-        return to_json(self, fallback=dict, inf_nan_mode="constants").decode()
+        return to_json(self, fallback=plain, inf_nan_mode="constants").decode()
 
     @staticmethod
     def from_json(text: str) -> State:

@@ -6,7 +6,6 @@ every client, serves only processes of one host that measure its links.
 
 from __future__ import annotations
 
-import base64
 import ctypes
 import math
 import socket
@@ -58,10 +57,10 @@ class GenerationStore(Store):
         """
         self._members_of_prefix[prefix] = members
 
-    def take_in(self, values: Iterable[tuple[str, str]]) -> None:
+    def take_in(self, values: Iterable[tuple[str, bytes]]) -> None:
         """Take in values that were looked up, and others beside them."""
         with self._changed:
-            self._values.update({key: base64.b64decode(value) for key, value in values})
+            self._values.update(values)
             self._changed.notify_all()
 
     def published(self) -> list[bytes]:
@@ -87,10 +86,9 @@ class GenerationStore(Store):
     # --- what torch calls --------------------------------------------------------------------------------------------
 
     def set(self, key: str, value: bytes) -> None:  # type: ignore[override] # torch gives bytes
-        text = base64.b64encode(value).decode("ascii")
         with self._changed:
             self._own.append(bytes(value))
-        self._send(Publish(generation=self._generation, key=key, value=text, members=self._members_of(key)))
+        self._send(Publish(generation=self._generation, key=key, value=bytes(value), members=self._members_of(key)))
 
     def get(self, key: str) -> bytes:
         self.wait([key])

@@ -23,7 +23,7 @@ from torch.autograd.function import BackwardCFunction
 from chameleon_ft.errors import ChameleonError, ControlError
 from chameleon_ft.events.evidence import place_of
 from chameleon_ft.plan import LayerRange
-from chameleon_ft.protocol.parts import Vote
+from chameleon_ft.plan.vote import Vote
 from chameleon_ft.worker.communicators.base import CommunicationError
 
 _REMEMBERED: Final = 64

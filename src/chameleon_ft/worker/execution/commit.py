@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -26,8 +26,9 @@ import torch
 import xxhash
 
 from chameleon_ft.errors import ChameleonError, ControlError
+from chameleon_ft.plan.rest import StepProgress
 from chameleon_ft.plan.shards import Sharding
-from chameleon_ft.protocol.parts import Progress, Vote
+from chameleon_ft.plan.vote import Vote
 from chameleon_ft.sync import Segment
 from chameleon_ft.worker.communicators.base import CommunicationError, Communicators
 from chameleon_ft.worker.context import RankContext
@@ -252,9 +253,9 @@ class Committer:
         self.reduced = False
         self.state = None
 
-    def progress(self) -> Progress | None:
+    def progress(self) -> StepProgress | None:
         """Return what this rank holds of step `committed`; None if it has not begun it."""
-        return None if self.state is None else Progress.of(self.state.progress(self.buffers.totals))
+        return None if self.state is None else self.state.progress(self.buffers.totals)
 
     def commit(self, step: ComputedStep, context: CommitContext, wishes: Callable[[], Wishes] = Wishes) -> AppliedStep:
         """Reduce, vote and apply the step that was just computed, and complete its `stats`.
@@ -286,15 +287,14 @@ class Committer:
         if step.repetition is not None:
             step.repetition.contributions = step.sums()
         if step.is_skipped:
-            vote = vote.model_copy(update={"skipped": True})
+            vote = replace(vote, skipped=True)
         elif vote.terms > 0:
             loss, grad_norm = vote.loss_sum / vote.terms, _grad_norm(vote)
             if (why := self.recent.why_bad(loss, grad_norm, bounds)) is not None:
                 raise BadStepError(vote, why, step.sums())
             self.recent.add(loss, grad_norm)
         else:
-            none = {"loss_sum": 0.0, "grad_square_sum": 0.0, "skipped": True, "empty": True}
-            vote = vote.model_copy(update=none)
+            vote = replace(vote, loss_sum=0.0, grad_square_sum=0.0, skipped=True, empty=True)
         applied = self.apply(vote)
         step.stats.end_s = time.perf_counter()
         return applied

@@ -37,7 +37,7 @@ from chameleon_ft.cost.profile import AllReduceTime, Spread
 from chameleon_ft.errors import ChameleonError, ConfigError, ControlError
 from chameleon_ft.host.fork_server import ForkServer, receive
 from chameleon_ft.protocol.address import join_address, local_address_towards, split_address
-from chameleon_ft.protocol.codec import decode, encode
+from chameleon_ft.protocol.codec import decode
 from chameleon_ft.protocol.messages import Message, Publish
 from chameleon_ft.worker.communicators.base import Channel, Communicators, Membership, Rendezvous
 from chameleon_ft.worker.communicators.store import GenerationStore, open_store, serve_store
@@ -121,7 +121,7 @@ class PeerStore:
     def _requested(self, message: Message) -> None:
         """Carry out a request of this end; what is looked up comes by itself."""
         if isinstance(message, Publish):
-            self._connection.send(encode(message))
+            self._connection.send(message.model_dump_json())
             self._store.take_in([(message.key, message.value)])
 
     def _receive(self) -> None:

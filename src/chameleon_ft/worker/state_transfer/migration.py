@@ -174,7 +174,7 @@ class LayerMigration:
             allocations: Memory for the layers that are to arrive at this rank.
             migrated: It is given a result once all of them have arrived; None if this rank cannot receive any.
         """
-        every = [(move[1], _Item(move[0], move[2], _WHOLE, move[3])) for move in order.moves]
+        every = [(move.destination, _Item(move.source, move.layer, _WHOLE, move.num_bytes)) for move in order.moves]
         every += [(move[1], _Item(move[0], *move[2:3], move[3:5], move[5])) for move in order.slices]
         items = [item for worker, item in every if worker == self._rank.worker and migrated is not None]
         num_bytes = {(item.layer, item.units): item.num_bytes for _, item in every}

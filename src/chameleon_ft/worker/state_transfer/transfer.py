@@ -6,13 +6,12 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import groupby
-from typing import NamedTuple
 
 import torch
 
 from chameleon_ft.models.build import tensor_bytes
 from chameleon_ft.plan.shards import SliceMove
-from chameleon_ft.protocol.parts import Transition
+from chameleon_ft.recovery.transition import LayerMove, TransitionOrders
 from chameleon_ft.worker.communicators.base import Channel, CommunicationError, Communicators, Tag, tag_of_layer
 from chameleon_ft.worker.context import RankContext
 from chameleon_ft.worker.execution.layers import HeldLayers, LayerState
@@ -28,14 +27,6 @@ from chameleon_ft.worker.state_transfer.layer_messages import (
 )
 
 
-class _Move(NamedTuple):
-    round: int
-    source: int
-    destination: int
-    layer: int
-    num_bytes: int
-
-
 class StateTransfer:
     """Carries out transitions. Whatever needs no communicators begins before they are open."""
 
@@ -47,9 +38,9 @@ class StateTransfer:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checksums")
         self._checksums: list[Future[list[int]]] = []
 
-    def begin(self, transition: Transition, held: HeldLayers) -> None:
+    def begin(self, transition: TransitionOrders, held: HeldLayers) -> None:
         """Begin to allocate incoming layers, and to compute the checksums of outgoing ones, which must not change."""
-        moves = [_Move(*move) for move in transition.moves]
+        moves = transition.moves
         self.allocator.preallocate(
             {move.layer: move.num_bytes for move in moves if move.destination == self.rank.worker}
         )
@@ -74,7 +65,7 @@ class StateTransfer:
 
     def carry_out(
         self,
-        transition: Transition,
+        transition: TransitionOrders,
         held: HeldLayers,
         communicators: Communicators,
         *,
@@ -97,7 +88,7 @@ class StateTransfer:
                 of this one; the coordinator finds out whether any has.
         """
         self._received_slices = {}
-        received = self._move([_Move(*move) for move in transition.moves], held, communicators, step)
+        received = self._move(transition.moves, held, communicators, step)
         received += self._move_slices(slices, held, communicators)
         self.end()
         ballot = torch.tensor([float(received), 1.0], dtype=torch.float64)
@@ -112,7 +103,7 @@ class StateTransfer:
             raise CommunicationError(None, f"the confirmation counted {confirmed:g} of {len(participants)} workers")
         return round(moved)
 
-    def _move(self, moves: Sequence[_Move], held: HeldLayers, communicators: Communicators, step: int) -> int:
+    def _move(self, moves: Sequence[LayerMove], held: HeldLayers, communicators: Communicators, step: int) -> int:
         """Go through the rounds. In each, layers go out and come in one by one and side by side.
 
         The layer after the one that is waited for is in flight already. Each worker starts its n-th layers, out and in,
@@ -169,7 +160,7 @@ class _Exchange:
     """
 
     def __init__(
-        self, transfer: StateTransfer, moves: Sequence[_Move], held: HeldLayers, communicators: Communicators
+        self, transfer: StateTransfer, moves: Sequence[LayerMove], held: HeldLayers, communicators: Communicators
     ) -> None:
         self._transfer = transfer
         self._outgoing = [move for move in moves if move.source == transfer.rank.worker]
@@ -230,6 +221,6 @@ class _Exchange:
             self._out.start_next()
 
 
-def channels_of_transition(transition: Transition) -> tuple[Channel, ...]:
+def channels_of_transition(transition: TransitionOrders) -> tuple[Channel, ...]:
     """Return the channels of a worker's part in a transition, each once, in order."""
-    return tuple(sorted({Channel(source, destination, True) for _, source, destination, _, _ in transition.moves}))
+    return tuple(sorted({Channel(move.source, move.destination, True) for move in transition.moves}))
