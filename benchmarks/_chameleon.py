@@ -13,7 +13,12 @@ from benchmarks._common import run_child, write_config
 from benchmarks._stamped_job import Stamp, read_stamps
 from chameleon_ft.config import Failure, PolicyName, RunConfig
 from chameleon_ft.events.records import FailureRecord
-from chameleon_ft.storage.files import FaultLog, RunDirectory
+from chameleon_ft.storage.files import FaultLog, RunDirectory, read_lines
+
+
+def event_lines(run: RunDirectory) -> list[dict[str, Any]]:
+    """Return the events of a run as JSON values."""
+    return list(read_lines(run.events_file))
 
 
 def train(

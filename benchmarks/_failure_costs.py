@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from benchmarks._chameleon import event_lines
 from benchmarks._common import child, write_config
 from benchmarks._live_run import Tail, end
 from chameleon_ft.config import RunConfig
@@ -167,7 +168,7 @@ def settled_step_s(commits: Sequence[Mapping[str, Any]], workers: int, settled: 
 
 def costs_of(run: RunDirectory) -> tuple[LossCost, ...]:
     """Return the cost of each loss of a run whose interrupted step was committed, in their order."""
-    rows, events = run.steps(), run.events()
+    rows, events = run.steps(), event_lines(run)
     recorded = {
         generation: event
         for event in events
@@ -176,10 +177,10 @@ def costs_of(run: RunDirectory) -> tuple[LossCost, ...]:
     }
     migrations = [event for event in events if event["event"] == "migration"]
     layouts = {number: _layout(each.plan) for number, each in read_generation_plans(run.plans).items()}
-    failures = [(event["time"], FailureRecord.from_json(event)) for event in events if event["event"] == "failure"]
-    completed = {(each.generation, each.resume_step) for _, each in failures if each.is_salvaged}
+    failures = run.failures()
+    completed = {(each.generation, each.resume_step) for each in failures if each.is_salvaged}
     found = []
-    for resumed_at, failure in failures:
+    for failure in failures:
         before = [row for row in rows if row.generation < failure.generation]
         after = next((row for row in rows if row.generation >= failure.generation), None)
         if after is None:
@@ -188,7 +189,7 @@ def costs_of(run: RunDirectory) -> tuple[LossCost, ...]:
         found.append(
             _cost(
                 failure,
-                failed_at=resumed_at - failure.stall_s,
+                failed_at=failure.time - failure.stall_s,
                 before=before,
                 after=after,
                 usual_s=statistics.median(usual_s[-_RECENT:]),

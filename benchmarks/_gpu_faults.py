@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks import _chameleon, _faulty_job
+from benchmarks._chameleon import event_lines
 from benchmarks._common import Bar
 from benchmarks._gpu_parts import Result, Subject
 from benchmarks._gpu_train import DEVIATION, WORKERS, command, deviation_bar, live, run_config, verify
@@ -42,7 +43,7 @@ def corruption(subject: Subject) -> Result:
     )
     flips = [Failure(worker=WORKERS - 1, step=step, kind="corrupt") for step in _FLIPS]
     run = _chameleon.train(config, run=subject.folder / "corruption", failures=flips, timeout_s=subject.timeout_s)
-    differed = [event for event in run.events() if event["event"] == "state_differs"]
+    differed = [event for event in event_lines(run) if event["event"] == "state_differs"]
     missed = sum(not any(step <= each["step"] <= step + _EVERY for each in differed) for step in _FLIPS)
     verified = verify(run, subject)
     return Result(
@@ -77,7 +78,7 @@ def slowness(subject: Subject) -> Result:
         timelines=Timelines(every=1),
     )
     run = _chameleon.train(config, run=subject.folder / "slow", failures=[failure], timeout_s=subject.timeout_s)
-    found = [event for event in run.events() if event["event"] == "slow"]
+    found = [event for event in event_lines(run) if event["event"] == "slow"]
     right = [event for event in found if event["worker"] == failure.worker and event["step"] >= _SLOW_FROM]
     return Result(
         columns=("slow", "speed", "reported", "reported speed", "steps until then"),
@@ -112,7 +113,7 @@ def joins(subject: Subject) -> Result:
     failure = Failure(worker=WORKERS - 1, step=_LOST_IN_STEP, phase="backward")
     path = subject.folder / "joins"
     run = _chameleon.train(config, run=path, failures=[failure], policy="chameleon", timeout_s=subject.timeout_s)
-    (lost,), events = run.failures(), run.events()
+    (lost,), events = run.failures(), event_lines(run)
     lost_at_s = next(event["time"] for event in events if event["event"] == "failure")
     joined = [event for event in events if event["event"] == "join" and lost.worker in event["workers"]]
     verified = verify(run, subject)
@@ -143,7 +144,7 @@ def takeover(subject: Subject) -> Result:
     path = subject.folder / "takeover"
     with live(run_config(subject), path, from_step=_LOST_IN_STEP, timeout_s=subject.timeout_s) as run:
         os.kill(run.read_control().pid, signal.SIGKILL)
-    taken = [event for event in run.events() if event["event"] == "took_over"]
+    taken = [event for event in event_lines(run) if event["event"] == "took_over"]
     verified = verify(run, subject)
     steps_s = [record.step_s for record in run.steps()[1:]]
     return Result(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from benchmarks import _chameleon
+from benchmarks._chameleon import event_lines
 from benchmarks._common import Bar
 from benchmarks._gpu_parts import Result, Subject
 from benchmarks._gpu_train import (
@@ -200,7 +201,7 @@ def migration(subject: Subject) -> Result:
     path = subject.folder / "migration"
     with live(config, path, from_step=_LOST_IN_STEP, timeout_s=subject.timeout_s) as run:
         drain(run, workers=[WORKERS - 1])
-    joins = [event for event in run.events() if event["event"] == "join" and event["drained"]]
+    joins = [event for event in event_lines(run) if event["event"] == "join" and event["drained"]]
     moved_bytes = sum(event["moved_bytes"] for event in joins)
     stopped_s = max((event["stop_s"] for event in joins), default=0.0)
     verified = verify(run, subject)

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from benchmarks._chameleon import event_lines
 from chameleon_ft.storage.files import RunDirectory
 
 _NO_GAP = 0.05  # of a step: the gap between two steps when nothing happens
@@ -222,7 +223,7 @@ class Observed:
 def _outcomes_of(run: Path, generations: Collection[int]) -> list[dict[str, Any]]:
     if not RunDirectory(run).events_file.exists():
         raise SystemExit(f"{run}: its events are gone, without which the results of an earlier version cannot be read")
-    events = (event for event in RunDirectory(run).events() if event["event"] == "outcome")
+    events = (event for event in event_lines(RunDirectory(run)) if event["event"] == "outcome")
     found = [outcome for event in events if (outcome := Outcome.of(event)) is not None]
     return [asdict(outcome) for outcome in found if outcome.generation in generations]
 
@@ -230,7 +231,7 @@ def _outcomes_of(run: Path, generations: Collection[int]) -> list[dict[str, Any]
 def _switched_bytes(run: Path) -> int:
     if not RunDirectory(run).events_file.exists():
         return 0
-    events = RunDirectory(run).events()
+    events = event_lines(RunDirectory(run))
     outages = {event["generation"] for event in events if event["event"] == "failure"}
     joins = [event for event in events if event["event"] == "join"]
     return sum(event["moved_bytes"] for event in joins if event["generation"] not in outages)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final
 
+from benchmarks._chameleon import event_lines
 from benchmarks._sequence_diagnoses import diagnosed
 from benchmarks._sequence_strikes import Struck
 from chameleon_ft.config import TrainConfig
@@ -131,7 +132,7 @@ class _Records:
         assert isinstance(config, TrainConfig)
         self.run = run
         self.config = config
-        self.events: Sequence[dict[str, Any]] = run.events()
+        self.events: Sequence[dict[str, Any]] = event_lines(run)
         self.steps: Sequence[StepRecord] = run.steps()
         self.failures: Sequence[FailureRecord] = run.failures()
         self.plans: dict[int, GenerationSpec] = dict(read_generation_plans(run.plans))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from benchmarks._sequence_strikes import Struck
-from chameleon_ft.report.conditions import conditions
+from chameleon_ft.events.lines import parse_event
+from chameleon_ft.report.conditions import Conditions
 
 _Events = Sequence[Mapping[str, Any]]
 
@@ -38,7 +40,10 @@ def diagnosed(events: _Events, faults: _Events, struck: Sequence[Struck]) -> Ite
         failure = next(after, None)
         if failure is not None:  # otherwise the run has ended before
             yield "hang" if fault["kind"] == "stop" else fault["kind"], _name_of(failure)
-    found = conditions(list(events))
+    conditions = Conditions()
+    for event in events:
+        conditions.add(parse_event(json.dumps(event).encode()))
+    found = conditions.found()
     for each in struck:
         name = f"{each.strike.kind} {each.strike.target}"
         if each.strike.target == "link":

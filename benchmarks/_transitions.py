@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from scipy.optimize import linear_sum_assignment
 
+from benchmarks._chameleon import event_lines
 from benchmarks._common import child, write_config
 from chameleon_ft.config import RunConfig
 from chameleon_ft.job import load_job
@@ -78,7 +79,7 @@ def moved_in(run: RunDirectory) -> list[Moved]:
     """Return the transitions of a run in which layers moved, in order. The moved state is that of AdamW."""
     plans = read_generation_plans(run.plans)
     tensors = layer_tensors(run.config())
-    events = run.events()
+    events = event_lines(run)
     records = {event["generation"]: event for event in events if event["event"] in ("failure", "join")}
     found = []
     for place, event in enumerate(events):
@@ -155,5 +156,5 @@ def _trained_after(run: Path, name: str, count: int) -> bool:
     directory = RunDirectory(run)
     if not directory.events_file.exists() or not directory.metrics_file.exists():
         return False
-    generations = sorted({event["generation"] for event in directory.events() if event["event"] == name})
+    generations = sorted({event["generation"] for event in event_lines(directory) if event["event"] == name})
     return len(generations) >= count and any(step.generation >= generations[count - 1] for step in directory.steps())

@@ -41,6 +41,7 @@ from typing import Any, Final
 
 import psutil
 
+from benchmarks._chameleon import event_lines
 from benchmarks._common import (
     ROOT,
     Bar,
@@ -264,7 +265,7 @@ def measure(ranks: int, folder: Path, *, losses: int, heartbeats_s: float) -> Me
 
 
 def _lost(run: RunDirectory) -> list[int]:
-    return [event["worker"] for event in run.events() if event["event"] == "lost"]
+    return [event["worker"] for event in event_lines(run) if event["event"] == "lost"]
 
 
 def _config(ranks: int) -> RunConfig:

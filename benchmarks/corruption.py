@@ -19,6 +19,7 @@ import sys
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks._chameleon import event_lines
 from benchmarks._common import Bar, Report, arguments, base_config, new_folder, run_child, write_config
 from chameleon_ft.config import Batch, Checkpoint, Failure, Health, LlamaConfig, Parallel, Recovery, Timelines
 from chameleon_ft.storage.files import RunDirectory
@@ -60,7 +61,7 @@ def _flips(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
         failures=tuple(flips),
     )
     run = _train(given, folder, "flips", config)
-    events = run.events()
+    events = event_lines(run)
     differed = [event for event in events if event["event"] == "state_differs"]
     logs = "".join(run.logs.joinpath(f"worker-{worker}.log").read_text() for worker in range(2))
     injected = len(re.findall(r"a fault was injected: bit \d", logs))

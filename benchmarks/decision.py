@@ -25,6 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks._chameleon import event_lines
 from benchmarks._common import ROOT, Bar, Report, Spread, add_most_others, new_folder, report_arguments
 from benchmarks._neighbours import Neighbours, progress
 from benchmarks._search_cases import DEVICE
@@ -207,7 +208,7 @@ def _decisions_of(config: RunConfig, timeout_s: float, path: Path) -> list[tuple
     decide_s = {record.generation: record.decide_s for record in run.failures()}
     return [
         ("run, prepared" if event["prepared"] else "run", 1000 * decide_s[event["generation"]])
-        for event in run.events()
+        for event in event_lines(run)
         if event["event"] == "decision" and event["generation"] in decide_s
     ]
 

@@ -35,6 +35,7 @@ import psutil
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from benchmarks._browser import chromium
+from benchmarks._chameleon import event_lines
 from benchmarks._common import (
     Bar,
     Report,
@@ -109,7 +110,7 @@ def growing(run: RunDirectory) -> Iterator[None]:
 def _grow(run: RunDirectory, is_over: threading.Event) -> None:
     """Repeat the last step of a run, and its last incident."""
     step = run.steps()[-1].to_json()
-    events = run.events()
+    events = event_lines(run)
     first = max(number for number, event in enumerate(events) if event["event"] == "lost")
     incident, next_s = events[first:], time.time() + _INCIDENT_EVERY_S / 2
     for number in count(step["step"] + 1):

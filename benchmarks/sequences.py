@@ -40,6 +40,7 @@ from chameleon_ft.config import (
     TrainConfig,
 )
 from chameleon_ft.errors import ConfigError, ControlError
+from chameleon_ft.events.lines import Record
 from chameleon_ft.events.records import StepRecord
 from chameleon_ft.launch.live_run import drain
 from chameleon_ft.storage.files import RunDirectory
@@ -135,8 +136,8 @@ class _DrainingView(View):
     run: RunDirectory
     drains: dict[int, int]
 
-    def step(self, record: StepRecord) -> None:
-        if (worker := self.drains.pop(record.step, None)) is not None:
+    def show(self, record: Record) -> None:
+        if isinstance(record, StepRecord) and (worker := self.drains.pop(record.step, None)) is not None:
             # In a thread of its own, because the coordinator that answers is in this one.
             threading.Thread(target=self._drain, args=(worker,), daemon=True).start()
 

@@ -26,10 +26,12 @@ from statistics import mean
 from typing import Any, Final, Literal
 
 from benchmarks import _chameleon
+from benchmarks._chameleon import event_lines
 from benchmarks._common import Bar, Report, Spread, add_most_others, arguments, base_config, new_folder
 from benchmarks._neighbours import Neighbours, progress
 from chameleon_ft.config import Parallel, Recovery, Snapshots
 from chameleon_ft.errors import ChameleonError
+from chameleon_ft.events.lines import Record
 from chameleon_ft.events.records import StepRecord
 from chameleon_ft.launch.live_run import inject
 from chameleon_ft.plan import data_pipeline_plan
@@ -104,8 +106,10 @@ class Killer(View):
     draw: Draw
     is_done: bool = False
 
-    def step(self, record: StepRecord) -> None:
-        if record.step >= self.draw.step and not self.is_done and self.draw.delay_s is not None:
+    def show(self, record: Record) -> None:
+        if not isinstance(record, StepRecord) or self.is_done or self.draw.delay_s is None:
+            return
+        if record.step >= self.draw.step:
             self.is_done = True
             for worker in self.draw.holders:
                 threading.Thread(target=self._kill, args=(worker, self.draw.delay_s), daemon=True).start()
@@ -200,7 +204,7 @@ def timed(given: argparse.Namespace, setting: str, path: Path) -> Timed:
     config = base_config(given.config, stamped=False, steps=steps, snapshots=_SETTINGS[setting])
     run = _chameleon.train(config, run=path, timeout_s=given.timeout)
     times = [record.time for record in run.steps()]
-    taken = [event for event in run.events() if event["event"] == "snapshot"]
+    taken = [event for event in event_lines(run) if event["event"] == "snapshot"]
     return Timed(
         steps_s=tuple(later - earlier for earlier, later in pairwise(times))[given.warmup :],
         snapshots=len(taken),

@@ -16,17 +16,19 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks._chameleon import event_lines
 from benchmarks._common import ROOT, Bar, Report, Spread, add_most_others, arguments, child, new_folder, write_config
 from benchmarks._live_run import Tail, end
 from benchmarks._neighbours import Neighbours, progress
 from chameleon_ft.config import STAND_IN_JOB, Batch, Checkpoint, Emulation, Parallel, Recovery, RunConfig, Snapshots
+from chameleon_ft.events.records import StepRecord
 from chameleon_ft.launch.live_run import drain, inject
 from chameleon_ft.storage.files import RunDirectory
 
@@ -97,7 +99,8 @@ def _observed(config: RunConfig, folder: Path, *, lost: int, timeout_s: float) -
         live.wait(lambda: any(event["event"] == "drained" for event in live.events), "drain")
         live.more_steps(_NEAR + 2)
         end(process)
-    return switches_of(RunDirectory.open(run.path))
+    directory = RunDirectory.open(run.path)
+    return switches_of(directory.steps(), event_lines(directory))
 
 
 @dataclass(slots=True)
@@ -127,9 +130,8 @@ class _Live:
         self.wait(lambda: len(self.rows) >= until, f"{count} more steps")
 
 
-def switches_of(run: RunDirectory) -> list[_Switch]:
+def switches_of(rows: Sequence[StepRecord], events: Sequence[Mapping[str, Any]]) -> list[_Switch]:
     """Return the switches of a run, in their order. Steps are compared with others of the same routes only."""
-    rows, events = run.steps(), run.events()
     decisions = {event["generation"]: event for event in events if event["event"] == "decision"}
     failed = {step for event in events if event["event"] == "failure" for step in (event["step"], event["resume_step"])}
     routes: dict[int, int] = {}  # generation -> the one from which its routes are

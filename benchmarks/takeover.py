@@ -37,6 +37,7 @@ from typing import Any, Final
 
 import psutil
 
+from benchmarks._chameleon import event_lines
 from benchmarks._common import ROOT, markdown_table
 from benchmarks._live_run import Tail
 from benchmarks._neighbours import progress
@@ -238,7 +239,7 @@ def _problem(draw: Draw, run: RunDirectory, commands: list[Command], codes: list
 
 def _measured(draw: Draw, run: RunDirectory) -> Result:
     struck_s = float((run.path.parent / "struck.txt").read_text())
-    took_over_s = next(event["time"] for event in run.events() if event["event"] == "took_over")
+    took_over_s = next(event["time"] for event in event_lines(run) if event["event"] == "took_over")
     takeover_s = took_over_s - struck_s - (_LEASE_S if draw.is_stopped else 0.0)
     steps = run.steps()
     median_s = statistics.median(each.step_s for each in steps)

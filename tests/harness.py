@@ -41,6 +41,8 @@ from chameleon_ft.config import (
 )
 from chameleon_ft.coordinator.coordinator import Coordinator
 from chameleon_ft.data.corpus import prepare_data
+from chameleon_ft.events.kinds import CheckpointComplete
+from chameleon_ft.events.lines import Record
 from chameleon_ft.events.records import FailureRecord, StepRecord
 from chameleon_ft.host.fork_server import Lifeline, end_with
 from chameleon_ft.launch import background
@@ -54,6 +56,7 @@ from chameleon_ft.storage.plans import read_generation_plans
 from chameleon_ft.storage.recorder import View
 from chameleon_ft.verify import TOLERANCES, Verification, repeat_run
 from tests.forked import ForkedCommand
+from tests.stored import event_lines
 from tests.undivided import undivided
 
 TEXT = "the quick brown fox jumps over the lazy dog, and then it does so once more\n" * 200
@@ -146,7 +149,7 @@ class Ended:
         return [record.step for record in self.run.steps()]
 
     def events(self, name: str) -> list[dict[str, Any]]:
-        return [event for event in self.run.events() if event["event"] == name]
+        return [event for event in event_lines(self.run) if event["event"] == name]
 
     def plans(self) -> list[dict[str, Any]]:
         """Return the plans of all generations, in order."""
@@ -162,19 +165,16 @@ class ScriptedView(View):
     at_first_checkpoint: Callable[[], None] | None = None
     done: set[int] = field(default_factory=set)
 
-    def step(self, record: StepRecord) -> None:
-        if record.step in self.at_step and record.step not in self.done:
-            self.done.add(record.step)
-            self.at_step[record.step]()
-
-    def failure(self, record: FailureRecord) -> None:
-        if self.at_failure is not None:
-            self.at_failure()
-
-    def event(self, name: str, fields: Mapping[str, Any]) -> None:
-        if name == "checkpoint" and self.at_first_checkpoint is not None:
-            call, self.at_first_checkpoint = self.at_first_checkpoint, None
-            call()
+    def show(self, record: Record) -> None:
+        match record:
+            case StepRecord(step=step) if step in self.at_step and step not in self.done:
+                self.done.add(step)
+                self.at_step[step]()
+            case FailureRecord() if self.at_failure is not None:
+                self.at_failure()
+            case CheckpointComplete() if self.at_first_checkpoint is not None:
+                call, self.at_first_checkpoint = self.at_first_checkpoint, None
+                call()
 
 
 def create_run(config: RunConfig, path: Path) -> RunDirectory:

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from chameleon_ft.config import RunConfig
+from chameleon_ft.events.lines import Record
 from chameleon_ft.events.records import StepRecord
 from chameleon_ft.launch.live_run import request
 from chameleon_ft.protocol.messages import Inject
@@ -45,7 +45,15 @@ class StoppingView(View):
     _num_steps: int = 0
     _num_events: int = 0
 
-    def step(self, record: StepRecord) -> None:
+    def show(self, record: Record) -> None:
+        if isinstance(record, StepRecord):
+            self._step()
+        else:
+            self._events[record.name] += 1
+            if (failure := self.injected.get((record.name, self._events[record.name]))) is not None:
+                in_thread(partial(request, self.run, failure))()
+
+    def _step(self) -> None:
         ended = Ended(0, self.run)
         self._num_steps += 1
         if (events := len(ended.run.events())) != self._num_events:
@@ -59,11 +67,6 @@ class StoppingView(View):
             self.more_steps = -1  # a second one would end the run without a checkpoint
             os.kill(os.getpid(), signal.SIGINT)
 
-    def event(self, name: str, fields: Mapping[str, Any]) -> None:
-        self._events[name] += 1
-        if (failure := self.injected.get((name, self._events[name]))) is not None:
-            in_thread(partial(request, self.run, failure))()
-
 
 def train_until(
     config: RunConfig,
@@ -76,5 +79,5 @@ def train_until(
     """Train until something has come true, and some steps more; fail with what has happened if it cannot come true."""
     view = view or StoppingView(RunDirectory(path), is_over, injected=injected or {})
     ended = train_here(config, path, view=view)
-    assert is_over(ended), [(event["event"], event.get("message")) for event in ended.run.events()]
+    assert is_over(ended), [(event.name, event.message) for event in ended.run.events()]
     return ended

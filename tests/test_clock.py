@@ -13,6 +13,7 @@ import pytest
 
 from chameleon_ft.clock import unix_s
 from chameleon_ft.config import Batch, Failure, Parallel
+from chameleon_ft.events.lines import Record
 from chameleon_ft.events.records import StepRecord
 from chameleon_ft.report.follower import RunWatcher
 from chameleon_ft.storage.recorder import View
@@ -41,8 +42,9 @@ class SetBack(View):
     def __init__(self) -> None:
         self.ahead_s = 0.0
 
-    def step(self, record: StepRecord) -> None:
-        self.ahead_s = -3600.0 if 3 <= record.step < 9 else 3600.0 if record.step >= 9 else 0.0
+    def show(self, record: Record) -> None:
+        if isinstance(record, StepRecord):
+            self.ahead_s = -3600.0 if 3 <= record.step < 9 else 3600.0 if record.step >= 9 else 0.0
 
 
 @pytest.mark.multiprocess

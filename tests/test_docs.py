@@ -38,6 +38,11 @@ def test_the_configuration_reference_is_that_of_the_code() -> None:
     assert load_script("reference").with_reference(page) == page, "run `python docs/reference.py`"
 
 
+def test_the_tables_of_records_are_those_of_the_code() -> None:
+    page = (ROOT / "docs" / "files.md").read_text(encoding="utf-8")
+    assert load_script("events").with_tables(page) == page, "run `python docs/events.py`"
+
+
 def test_the_picture_of_the_architecture_is_that_of_the_code() -> None:
     script = load_script("architecture")
     assert script.picture() == script.PICTURE.read_text(encoding="utf-8"), "run `python docs/architecture.py`"

@@ -21,6 +21,7 @@ from chameleon_ft.storage.files import RunDirectory
 from tests.configs import unhurried, write_config
 from tests.harness import Command, Ended, assert_as_the_plain_loop, every_process_ends, small_config
 from tests.network import ADDRESSES, Network
+from tests.stored import event_lines
 
 pytestmark = pytest.mark.multiprocess
 
@@ -76,7 +77,7 @@ def test_a_host_that_is_cut_off_is_lost_and_training_goes_on(tmp_path: Path, net
             lost_in = int(coordinator.read_until(r"lost in step (\d+)")[1])
             coordinator.read_until(rf"^\s+{lost_in + 3}\s")
             # Its agent is missed last, when its own heartbeats stop; the test's time limit bounds this.
-            while not any(event["event"] == "host_lost" for event in run.events()):
+            while not any(event["event"] == "host_lost" for event in event_lines(run)):
                 time.sleep(0.05)
             assert hosts["second"].wait() == 1, hosts["second"].printed
             coordinator.signal(signal.SIGINT)
@@ -208,11 +209,11 @@ def test_one_side_of_a_link_that_is_cut_leaves_and_comes_back_once_it_is_healed(
             network.drop(*cut)
         lost_in = int(coordinator.read_until(r"lost in step (\d+)")[1])
         coordinator.read_until(rf"^\s+{lost_in + 3}\s")
-        while not any("cannot connect with" in event.get("cause", "") for event in run.events()):
+        while not any("cannot connect with" in event.get("cause", "") for event in event_lines(run)):
             time.sleep(0.05)
         for cut in cuts:
             network.heal(*cut)
-        while not [event for event in run.events() if event["event"] == "join"]:
+        while not [event for event in event_lines(run) if event["event"] == "join"]:
             time.sleep(0.05)
         coordinator.signal(signal.SIGINT)
         assert coordinator.wait() == 130

@@ -117,7 +117,7 @@ def run(tmp_path: Path, config: RunConfig) -> RunDirectory:
 def record(run: RunDirectory, records: list[StepRecord]) -> None:
     with Recorder(run, View()) as recorder:
         for step in records:
-            recorder.step(step)
+            recorder.record(step)
 
 
 def test_it_repeats_a_loop_that_is_written_by_hand(run: RunDirectory, config: RunConfig) -> None:
@@ -136,12 +136,12 @@ def test_a_run_that_was_resumed_with_more_steps_has_two_learning_rates(
     before = train_by_hand(config, steps_of_run=[5] * trained_before)
     records = train_by_hand(config, steps_of_run=[5, 5, 5, *[STEPS] * (STEPS - 3)])
     with Recorder(run, View()) as recorder:
-        recorder.started(dataclasses.replace(run_info(), first_step=0, steps=5))
+        recorder.record(dataclasses.replace(run_info(), first_step=0, steps=5))
         for step in before:
-            recorder.step(dataclasses.replace(step, time=time.time()))
-        recorder.started(dataclasses.replace(run_info(), first_step=trained_before, steps=STEPS))
+            recorder.record(dataclasses.replace(step, time=time.time()))
+        recorder.record(dataclasses.replace(run_info(), first_step=trained_before, steps=STEPS))
         for step in records[3:]:
-            recorder.step(dataclasses.replace(step, time=time.time()))
+            recorder.record(dataclasses.replace(step, time=time.time()))
     assert Verification.of(repeat_run(run), tolerance=1e-5).max_relative_loss_deviation < 1e-6
 
 

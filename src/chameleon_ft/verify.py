@@ -28,12 +28,12 @@ from chameleon_ft.config import DEVICES, RunConfig
 from chameleon_ft.data import SampleOrder
 from chameleon_ft.data.samples import load_micro_batch
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.events.records import StepRecord
+from chameleon_ft.events.kinds import JobChanged
+from chameleon_ft.events.records import Started, StepRecord
 from chameleon_ft.job import Job, call_function, load_job
 from chameleon_ft.keys import init_key, step_key
 from chameleon_ft.storage.checkpoints import is_complete, layer_part, read_mark, slice_part, sound_checkpoint
 from chameleon_ft.storage.files import RunDirectory
-from chameleon_ft.storage.readable import readable_events, readable_steps
 from chameleon_ft.storage.run_storage import checkpoint_storage
 from chameleon_ft.storage.stores import Storage
 
@@ -179,23 +179,21 @@ def repeat_run(run: RunDirectory, *, limit: int | None = None) -> Iterator[StepC
     """
     config = run.config()
     records = _recorded_steps(run)
-    events, damaged = readable_events(run)
+    events, damaged = run.readable_events()
     if damaged:
         raise ConfigError(damaged[0])
     # In runs of earlier versions the horizon of the learning rate was the number of steps. By time, not by step: a run
     # may go back further than where it was resumed, if that checkpoint is damaged.
-    starts = [
-        (event["time"], event.get("horizon_steps") or event["steps"]) for event in events if event["event"] == "started"
-    ]
+    starts = [(event.time, event.horizon_steps or event.steps) for event in events if isinstance(event, Started)]
     jobs = {
         horizon: load_job(config.job, config.model_copy(update={"horizon_steps": horizon}))
         for horizon in {config.horizon, *(horizon for _, horizon in starts)}
     }
     loop = _PlainLoop(config, jobs[config.horizon])
     checkpoints, first = checkpoint_storage(config, run), config.forked.step
-    changed = [event for event in events if event["event"] == "job_changed"]
+    changed = [event for event in events if isinstance(event, JobChanged)]
     if changed:
-        first, changes = changed[-1]["step"], "; ".join(changed[-1]["changes"])
+        first, changes = changed[-1].step, "; ".join(changed[-1].changes)
         if not is_complete(checkpoints, first):
             raise ConfigError(
                 f"steps before {first} were trained with another job ({changes}), and the checkpoint of step {first} "
@@ -221,7 +219,7 @@ def repeat_run(run: RunDirectory, *, limit: int | None = None) -> Iterator[StepC
 
 def _recorded_steps(run: RunDirectory) -> list[StepRecord]:
     """Return the last record of each step in order. Raises ConfigError if one is missing or a line is damaged."""
-    records, damaged = readable_steps(run)
+    records, damaged = run.readable_steps()
     if damaged:
         raise ConfigError(damaged[0])
     last = {record.step: record for record in records}

@@ -14,6 +14,7 @@ from benchmarks._common import ROOT
 from benchmarks._failure_costs import LossCost, costs_of, draws
 from benchmarks.failure_cost import Measured, bars, emulated_config, large_config, real_config
 from chameleon_ft.config import parse_config
+from chameleon_ft.events.decisions import Migration
 from chameleon_ft.events.records import FailureRecord
 from chameleon_ft.storage.files import RunDirectory
 
@@ -59,10 +60,12 @@ class Records:
             repeated_s=0.25,
             is_salvaged=True,
         )
-        self._append(self.run.events_file, time=at_s, event="failure", **replace(record, **changes).to_json())
+        self._append(self.run.events_file, **replace(record, time=at_s, **changes).to_json())
 
     def migration(self, *, generation: int, num_bytes: int) -> None:
-        self._append(self.run.events_file, time=0.0, event="migration", generation=generation, bytes=num_bytes)
+        self._append(
+            self.run.events_file, **Migration(generation=generation, step=0, layers=1, bytes=num_bytes).to_json()
+        )
 
     def cost(self, *generations: int, steps: float, predicted: float | None) -> None:
         fields = {"failure_cost_steps": steps, "predicted_steps": predicted}

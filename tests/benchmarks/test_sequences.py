@@ -17,6 +17,7 @@ from benchmarks._sequence_strikes import Struck
 from benchmarks.sequences import config_of
 from chameleon_ft.config import LASTING_KINDS, FailureKind, FailurePhase, PolicyName
 from tests.harness import Ended, fails, train_here
+from tests.report.records import failure_record
 
 MANY = 400
 
@@ -156,14 +157,15 @@ def test_an_end_without_need_is_found(ended: Ended) -> None:
 
 def test_each_fault_is_laid_beside_what_it_is_called() -> None:
     def failure(worker: int, noticed_by: str, cause: str, time: float) -> dict[str, Any]:
-        return {"event": "failure", "worker": worker, "noticed_by": noticed_by, "cause": cause, "time": time}
+        changes = {"noticed_by": noticed_by, "cause": cause, "time": time}
+        return {**failure_record(3, worker=worker).to_json(), **changes}
 
     events = [
         failure(0, "child", "SIGKILL", 10.0),
         failure(1, "connection", "control connection closed", 20.0),
         failure(2, "peer", "no data passes between it and 0, though the coordinator reaches all", 35.0),
         {"event": "background_replaced", "reason": "was stopped", "message": "", "time": 41.0},
-        {"event": "finished", "time": 99.0},
+        {"event": "finished", "status": "finished", "reason": "all steps are trained", "time": 99.0},
     ]
     faults = [
         {"worker": 0, "kind": "kill", "time": 9.0},

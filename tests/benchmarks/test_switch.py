@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from benchmarks.switch import switches_of
-from chameleon_ft.storage.files import RunDirectory
+from chameleon_ft.events.records import StepRecord
 
 
 @dataclass
@@ -51,7 +51,7 @@ class Records:
 
 
 def found(records: Records) -> Any:
-    (switch,) = switches_of(cast(RunDirectory, records))
+    (switch,) = switches_of(cast(list[StepRecord], records.steps()), records.events())
     return switch
 
 

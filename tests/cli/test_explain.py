@@ -226,7 +226,7 @@ def test_decisions_of_another_version_are_left_out(tmp_path: Path, capsys: pytes
     ],
 )
 def test_why_one_was_better_than_the_second(candidates: list[dict[str, Any]], chosen: str | None, words: str) -> None:
-    assert describe_reason(DecisionEvent.model_validate(decided(2, 5, chosen=chosen, candidates=candidates))) == words
+    assert describe_reason(DecisionEvent.of(decided(2, 5, chosen=chosen, candidates=candidates))) == words
 
 
 def test_who_must_not_be_lost_is_said_where_candidates_differ(

@@ -14,6 +14,7 @@ from chameleon_ft.cli import main
 from chameleon_ft.cli.main import take_log_level
 from chameleon_ft.config import TrainConfig
 from chameleon_ft.errors import ConfigError
+from chameleon_ft.events.kinds import HostJoined
 from chameleon_ft.storage.files import RunDirectory
 from chameleon_ft.storage.recorder import Recorder, View
 from tests.golden import refused
@@ -70,14 +71,14 @@ def test_the_command_line_has_one_handler_of_its_own(
 def test_events_and_steps_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = RunDirectory.create(tmp_path / "run", TrainConfig())
     with caplog.at_level(logging.DEBUG, logger="chameleon_ft"), Recorder(run, View()) as recorder:
-        recorder.step(step_record(0, loss=2.5))
-        recorder.failure(failure_record(1))
-        recorder.event("prepared", losses=8, many=[1, 2])
+        recorder.record(step_record(0, loss=2.5))
+        recorder.record(failure_record(1))
+        recorder.record(HostJoined(host="a", workers=(1, 2)))
     assert {record.name for record in caplog.records} == {"chameleon_ft.storage.recorder"}
     step, failure, event = (record.getMessage() for record in caplog.records)
     assert step.startswith("step 0: loss 2.5")
     assert failure.startswith("failure: worker=3, step=1, cause=SIGKILL")
-    assert event == "prepared: losses=8"
+    assert event == "host_joined: host=a"
 
 
 def test_a_program_that_uses_the_library_hears_nothing() -> None:

@@ -28,7 +28,7 @@ from chameleon_ft.storage.profiles import read_profile, write_profile
 from chameleon_ft.workload import Workload
 from tests.cli.simulating import CASE, COMMON, TRACE, simulate, write_inputs
 from tests.golden import message
-from tests.simulate.runs import decision, failure, recorded, started
+from tests.simulate.runs import decision, failure, finished, recorded, started
 
 
 @pytest.fixture(autouse=True)
@@ -246,7 +246,7 @@ RUN_EVENTS = (
     started(1000.0),
     decision(2, prepared=True),
     failure(1101.0, generation=2, detect_s=0.1, stop_s=0.2, decide_s=0.3, regroup_s=0.4, stall_s=1.0),
-    {"time": 1200.0, "event": "finished"},
+    finished(1200.0),
 )
 
 

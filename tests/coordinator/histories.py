@@ -24,7 +24,8 @@ from chameleon_ft.coordinator.events import (
 from chameleon_ft.coordinator.state.settings import Settings
 from chameleon_ft.coordinator.state.state import State
 from chameleon_ft.coordinator.state_machine import TICK_S, step
-from chameleon_ft.events.records import FailureRecord, OtherRecord
+from chameleon_ft.events import base
+from chameleon_ft.events.records import FailureRecord
 from chameleon_ft.plan.vote import Vote
 from chameleon_ft.protocol.messages import (
     Committed,
@@ -383,7 +384,7 @@ class History:
         return [record for record in found if isinstance(record, kind)]
 
     def events(self, name: str) -> list[Mapping[str, Any]]:
-        return [record.fields for record in self.records(OtherRecord) if record.event == name]
+        return [record.values() for record in self.records(base.Event) if record.name == name]
 
     @property
     def failures(self) -> list[tuple[int, str, str]]:

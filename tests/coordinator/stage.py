@@ -45,7 +45,7 @@ from chameleon_ft.storage.file_queue import FileQueue
 from chameleon_ft.storage.files import RunDirectory
 from chameleon_ft.storage.recorder import Recorder, View
 from tests.coordinator.journaled import Lines, but_clock
-from tests.stored import layer_directory
+from tests.stored import event_lines, layer_directory
 from tests.undivided import undivided
 
 LAYERS = 4
@@ -321,7 +321,7 @@ class Stage:
         return self.run.failures()
 
     def events(self, name: str) -> list[dict[str, Any]]:
-        return [event for event in self.run.events() if event["event"] == name]
+        return [event for event in event_lines(self.run) if event["event"] == name]
 
     @property
     def ended(self) -> tuple[str, str] | None:

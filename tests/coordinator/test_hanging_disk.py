@@ -15,7 +15,8 @@ from chameleon_ft.coordinator import coordinator as coordinators
 from chameleon_ft.coordinator import run_files as run_checkpoints
 from chameleon_ft.coordinator.coordinator import _ACKNOWLEDGE_EVERY
 from chameleon_ft.coordinator.run_files import RunCheckpoints, RunFiles
-from chameleon_ft.events.records import RunStatus, Summary
+from chameleon_ft.events.records import RunStatus
+from chameleon_ft.events.summary import Summary
 from chameleon_ft.protocol.messages import Acknowledged, CheckpointState, Hello, ReadRunFile, RunFilePart, SlowIO
 from chameleon_ft.storage import file_queue, recorder
 from chameleon_ft.storage.checkpoints import complete_checkpoints, mark_complete, require_sound, seal_layer
@@ -149,10 +150,10 @@ def test_a_run_ends_though_its_files_can_neither_be_read_nor_written(run: RunDir
         return [], []
 
     with pytest.MonkeyPatch.context() as patch, Recorder(run, View()) as records:
-        records.step(step_record(0))
+        records.record(step_record(0))
         patch.setattr(recorder, "_readable", read)
         with hanging(records.files, run.path):
-            records.step(step_record(1))
+            records.record(step_record(1))
             asyncio.run(records.catch_up())
             assert records.finish("finished", reason="all steps are trained").status == "finished"
         answered.set()

@@ -211,7 +211,7 @@ def test_a_step_that_is_good_when_it_is_repeated_names_the_workers_that_have_cha
         history.tell(worker, bad_step(history, again=False, changed=worker == 2))
     history.commit()
     (event,) = history.events("bad_step")
-    assert event["changed"] == [2]
+    assert event["changed"] == (2,)
     assert event["message"] == (
         "the loss is nan in step 3, but not when it was computed again, so the hardware is at fault: the contribution "
         "of worker 2 differed"

@@ -6,7 +6,7 @@ from chameleon_ft.config import Timeouts
 from chameleon_ft.coordinator.commands import Record
 from chameleon_ft.coordinator.detectors.base import Finding, Lost, ProbeAnswered, StopRequested, Ticked
 from chameleon_ft.coordinator.detectors.connection import QuiesceTimeout
-from chameleon_ft.events.records import OtherRecord
+from chameleon_ft.events.kinds import Waiting
 from chameleon_ft.protocol.messages import Position, Probe, ProcessState
 from tests.coordinator.histories import AGENT, History
 from tests.coordinator.situations import training
@@ -24,7 +24,7 @@ def answer(history: History, worker: int, since_s: float, *, doing: str = SAMPLE
     probe = history.sent(Probe, to=history.connection(worker))[-1].probe
     done = history.tell(worker, reading(since_s, doing=doing, probe=probe))
     records = (each.record for each in done if isinstance(each, Record))
-    return [each.fields["since_s"] for each in records if isinstance(each, OtherRecord) and each.event == "waiting"]
+    return [each.since_s for each in records if isinstance(each, Waiting)]
 
 
 def test_a_read_is_told_whenever_its_time_has_doubled() -> None:

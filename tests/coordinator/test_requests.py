@@ -28,6 +28,7 @@ from chameleon_ft.protocol.codec import decode, encode
 from chameleon_ft.protocol.messages import CheckpointState, Drain, Finish, Inject, Message, Refused, SaveCheckpoint
 from chameleon_ft.storage.files import ControlAddress, RunDirectory
 from tests.golden import refused
+from tests.report.records import failure_record
 
 
 @pytest.fixture
@@ -62,7 +63,7 @@ def live(run: RunDirectory, answer: Callable[[Message], Message] | None = None) 
 
 def record(run: RunDirectory, *events: dict[str, object]) -> None:
     with run.events_file.open("a") as file:
-        file.writelines(json.dumps(event) + "\n" for event in events)
+        file.writelines(json.dumps({"time": 1.0, **event}) + "\n" for event in events)
 
 
 def test_drained_are_the_workers_that_the_coordinator_names(run: RunDirectory) -> None:
@@ -100,10 +101,12 @@ def test_it_waits_until_each_worker_is_drained_or_lost(run: RunDirectory) -> Non
     with live(run):
         waiting = Thread(target=wait_until_out, args=(run, (1, 2, 3)), kwargs={"after": 1}, daemon=True)
         waiting.start()
-        for event, worker in (("drained", 1), ("joined", 2), ("drained", 3), ("failure", 2)):
+        drained: list[dict[str, object]] = [{"event": "drained", "worker": worker} for worker in (1, 3)]
+        joined: dict[str, object] = {"event": "joined", "worker": 2, "host": "10.0.0.2"}
+        for event in (drained[0], joined, drained[1], failure_record(9, worker=2).to_json()):
             waiting.join(timeout=0.3)
             assert waiting.is_alive()
-            record(run, {"event": event, "worker": worker})
+            record(run, event)
         waiting.join()
 
 

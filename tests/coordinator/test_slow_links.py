@@ -363,7 +363,7 @@ def test_a_link_that_recovers_is_reported_and_decided_on() -> None:
     history = trained({(1, 2): 0.5})
     history.consider()
     (event,) = history.events("stay")
-    assert (event["slow"], event["slow_links"]) == ([], [(1, 2)])
+    assert (event["slow"], event["slow_links"]) == ((), ((1, 2),))
     go_on(history, {})
     (event,) = history.events("recovered_link")
     assert event["message"] == "the link of workers 1 and 2 is as fast as the others again"

@@ -231,7 +231,7 @@ def test_if_the_plan_stays_as_it_is_that_is_said_once() -> None:
     history = trained({2: 0.9})
     history.consider()
     (event,) = history.events("stay")
-    assert event["slow"] == [2]
+    assert event["slow"] == (2,)
     assert history.events("decision")
     slow_down(history, {}, steps=30)
     assert not history.considerations

@@ -19,6 +19,7 @@ from chameleon_ft.launch import local
 from chameleon_ft.storage.file_queue import FileQueue
 from chameleon_ft.storage.files import ControlAddress, RunDirectory
 from tests.coordinator.histories import new_state
+from tests.stored import event_lines
 
 OWN, ELSEWHERE = "127.0.0.1:4000", "127.0.0.2:4000"
 
@@ -85,7 +86,7 @@ def test_without_one_the_run_ends(run: RunDirectory, launched: tuple[local._Laun
     assert lose_coordinators(launcher, 3) == [None, None, "failed"]
     assert started == [False] * 3
     assert not run.control_file.exists()
-    assert run.events()[-1]["status"] == "failed"
+    assert event_lines(run)[-1]["status"] == "failed"
 
 
 def test_a_run_that_another_coordinator_leads_is_left_as_it_is(

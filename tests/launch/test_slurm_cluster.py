@@ -16,6 +16,7 @@ from chameleon_ft.storage.files import RunDirectory
 from tests.configs import unhurried, write_config
 from tests.harness import PATIENT, Ended, assert_as_the_plain_loop, small_config
 from tests.slurm_cluster import SlurmCluster, skip_without_slurm
+from tests.stored import event_lines
 
 # Jobs start twice in a test, and it takes a while until Slurm gives up a node.
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(390)]
@@ -120,7 +121,7 @@ class Submitted:
         self.wait_until(lambda: self.last_step() >= before + steps)
 
     def events(self, name: str) -> list[dict[str, Any]]:
-        return [event for event in self.run.events() if event["event"] == name]
+        return [event for event in event_lines(self.run) if event["event"] == name]
 
     def cancel(self) -> Ended:
         """Cancel the job, which ends the run with a checkpoint."""

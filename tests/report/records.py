@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from chameleon_ft.events.records import FailureRecord, JoinRecord, OutcomeRecord, RunInfo, StepRecord
+from chameleon_ft.events.records import FailureRecord, JoinRecord, OutcomeRecord, Started, StepRecord
 
 
 def step_record(step: int, *, loss: float = 2.0, step_s: float = 0.5, samples: int = 16) -> StepRecord:
@@ -50,8 +50,8 @@ def outcome_record(*, steps: int = 10) -> OutcomeRecord:
     )
 
 
-def run_info() -> RunInfo:
-    return RunInfo(
+def run_info() -> Started:
+    return Started(
         model="a [small] model",
         data="some text",
         run="runs/one",

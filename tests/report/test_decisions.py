@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.events.decisions import decision_stories
+from chameleon_ft.events.lines import parse_event
+from chameleon_ft.report.decisions import Decisions, DecisionStory
 from tests.golden import refused
 from tests.report.records import failure_record, outcome_record, run_info
 
 
 def started() -> dict[str, Any]:
-    return {"time": 1.0, "event": "started", **run_info().to_json()}
+    return {"time": 1.0, "event": "started", **run_info().values()}
 
 
 def weighed(
@@ -108,12 +109,16 @@ def planned(generation: int, policy: str) -> dict[str, Any]:
 
 
 def lost(worker: int, generation: int) -> dict[str, Any]:
-    record = failure_record(40, worker=worker).to_json()
+    record = failure_record(40, worker=worker).values()
     return {"time": 1.0, "event": "failure", **record, "generation": generation}
 
 
 def came(generation: int) -> dict[str, Any]:
-    return {"time": 1.0, "event": "outcome", **outcome_record().to_json(), "generation": generation}
+    return {"time": 1.0, "event": "outcome", **outcome_record().values(), "generation": generation}
+
+
+def decision_stories(lines: list[dict[str, Any]]) -> tuple[DecisionStory, ...]:
+    return Decisions.of(parse_event(json.dumps(line).encode()) for line in lines).stories()
 
 
 def test_a_decision_has_its_losses_policy_and_outcome() -> None:
@@ -124,7 +129,7 @@ def test_a_decision_has_its_losses_policy_and_outcome() -> None:
     assert story.outcome is not None
     assert story.outcome.measured_step_s == 0.41
     assert story.decided.best is not None
-    assert story.decided.best.moved_bytes == 47_056_120
+    assert story.decided.best.bytes == 47_056_120
     assert story.decided.second is not None
     assert story.decided.second.policy == "reroute"
 

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from chameleon_ft.config import TrainConfig
-from chameleon_ft.events.records import Summary
+from chameleon_ft.events.base import Event
+from chameleon_ft.events.lines import Record
+from chameleon_ft.events.summary import Summary
 from chameleon_ft.storage import file_queue
 from chameleon_ft.storage.file_queue import CaughtUp, FileQueue, Late
 from chameleon_ft.storage.files import RunDirectory, detach
@@ -126,9 +128,9 @@ def test_a_run_whose_disk_stays_full_ends_with_its_summary(tmp_path: Path, monke
     shown: list[tuple[str, str]] = []
 
     class Noting(View):
-        def event(self, name: str, fields: object) -> None:
-            assert isinstance(fields, dict)
-            shown.append((name, fields["message"]))
+        def show(self, record: Record) -> None:
+            if isinstance(record, Event):
+                shown.append((record.name, record.message or ""))
 
         def finished(self, summary: Summary) -> None:
             shown.append((summary.status, str(summary.steps)))
@@ -136,10 +138,10 @@ def test_a_run_whose_disk_stays_full_ends_with_its_summary(tmp_path: Path, monke
     with small_disk(tmp_path / "disk", megabytes=1) as disk:
         run = RunDirectory.create(disk / "run", TrainConfig())
         with Recorder(run, Noting()) as recorder:
-            recorder.step(step_record(0))
+            recorder.record(step_record(0))
             fill(disk)
             for step in range(1, 40):
-                recorder.step(step_record(step))
+                recorder.record(step_record(step))
             recorder.watch_files()
             summary = recorder.finish("finished", reason="all steps are trained")
             full = f"[Errno {errno.ENOSPC}] No space left on device, at {run.metrics_file}"

@@ -14,6 +14,7 @@ import pytest
 
 from chameleon_ft.config import RunConfig, TrainConfig
 from chameleon_ft.errors import ConfigError
+from chameleon_ft.events.kinds import BadStep, Interrupt
 from chameleon_ft.storage.files import ControlAddress, FaultLog, RunDirectory, detach
 from tests.golden import refused
 from tests.mounts import fill, small_disk
@@ -137,12 +138,12 @@ def test_a_damaged_control_file_is_named(text: str, run: RunDirectory) -> None:
 
 
 def test_an_unfinished_last_line_is_passed_over(run: RunDirectory) -> None:
-    run.events_file.write_text('{"event": "one"}\n{"event": "tw')
-    assert run.events() == [{"event": "one"}]
+    run.events_file.write_text('{"event": "interrupt", "time": 1}\n{"event": "tw')
+    assert run.events() == [Interrupt(time=1.0)]
 
 
 def test_a_damaged_line_in_the_middle_is_named(run: RunDirectory) -> None:
-    run.events_file.write_text('{"event": "one"}\n{"event": "tw\n{"event": "three"}\n')
+    run.events_file.write_text('{"event": "one", "time": 1}\n{"event": "tw\n{"event": "three", "time": 1}\n')
     with refused(ConfigError):
         run.events()
 
@@ -159,12 +160,13 @@ LOST_POWER = "\0" * 60 + "\n"
 
 
 def test_a_run_is_resumed_without_the_samples_of_bad_steps_whatever_is_damaged(run: RunDirectory) -> None:
+    bad = BadStep(step=3, why="nan", is_bad_again=True, action="skip", changed=(), origins=()).to_json()
     lines = [
-        {"event": "bad_step", "action": "skip", "step": 3},
-        {"event": "bad_step", "action": "skip"},
-        {"event": "bad_step", "action": [], "step": 4},
-        {"event": ["bad_step"], "action": "skip", "step": 5},
-        {"event": "bad_step", "action": "rollback", "step": 6},
+        bad,
+        {name: value for name, value in bad.items() if name != "step"},
+        {**bad, "action": [], "step": 4},
+        {**bad, "event": ["bad_step"], "step": 5},
+        {**bad, "action": "rollback", "step": 6},
     ]
     run.events_file.write_text("3\n" + LOST_POWER + "".join(json.dumps(line) + "\n" for line in lines))
     assert run.skipped_steps() == {3, 6}
@@ -221,3 +223,18 @@ def test_on_a_full_disk_it_stays(tmp_path: Path) -> None:
         detach(path)
         assert path.read_text() == "a line\n" * 1000
         assert sorted(each.name for each in disk.iterdir()) == ["ballast", "lines"]
+
+
+def test_a_configuration_with_former_names_is_read(run: RunDirectory) -> None:
+    config = run.config()
+    former = run.config_file.read_text()
+    for name, before in (
+        ("min_free_memory", "least_free_memory"),
+        ("max_clock_error_s", "most_clock_error_s"),
+        ("min_message_s", "least_message_s"),
+        ("models.llama:llama_job", "models.llama_job:llama_job"),
+    ):
+        assert name in former
+        former = former.replace(name, before)
+    run.config_file.write_text(former)
+    assert run.config() == config

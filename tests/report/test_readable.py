@@ -11,16 +11,17 @@ import pytest
 
 from chameleon_ft.cli.commands.explain import describe_reason
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.events.decisions import decision_stories
-from chameleon_ft.report.conditions import _DESCRIBE, conditions
-from chameleon_ft.report.diagnosis import diagnose
+from chameleon_ft.events.base import Event
+from chameleon_ft.events.kinds import BackgroundReplaced, NoCheckpoints, RecordsLost
+from chameleon_ft.events.lines import EVENT_TYPES, parse_event, parse_step
+from chameleon_ft.events.records import Started
+from chameleon_ft.report.conditions import ROUTINE
 from chameleon_ft.report.facts import facts_of
 from chameleon_ft.report.page import content
-from chameleon_ft.report.view import RunState
+from chameleon_ft.report.view import RunView
 from chameleon_ft.storage.files import RunDirectory
-from chameleon_ft.storage.readable import parse_line, readable_events
 from tests.golden import refused
-from tests.report.live.lines import BEGAN, SLOW, event, failed, new_run, started, stepped
+from tests.report.live.lines import BEGAN, SLOW, event, failed, new_run, read, started, stepped
 from tests.report.records import join_record, outcome_record
 from tests.report.test_decisions import decided
 
@@ -34,7 +35,7 @@ EVENTS = [
     event("migration", 1.0, generation=1, step=3, layers=2, bytes=8, slices=0, arriving={"3": "0-3"}),
     event("slow", 2.0, worker=1, speed=0.5, **SLOW),
     decided(2, trigger="slow"),
-    event("join", 3.0, **join_record(22).to_json()),
+    event("join", 3.0, **join_record(22).values()),
     event("recovered", 4.0, worker=1, step=30, is_trial=False),
     event("slow_link", 5.0, workers=[0, 1], speed=0.5, **SLOW),
     event("recovered_link", 6.0, workers=[0, 1], step=30, is_trial=False),
@@ -55,7 +56,7 @@ EVENTS = [
     event("messages_failed", 7.2, generation=1, reports=[{"reporter": 1, "peer": 3, "error": "reset"}]),
     failed(3, 7.5),
     event("failure_cost", 8.0, incident_generations=[2], step=3, failure_cost_steps=0.5, predicted_steps=0.4),
-    event("outcome", 9.0, **outcome_record().to_json()),
+    event("outcome", 9.0, **outcome_record().values()),
     event("respawn", 9.0, worker=3, incarnation=2, message="worker 3 is started again"),
     event("join_failed", 9.5, worker=3, incarnation=2, cause="SIGKILL"),
     event("respawn", 9.6, worker=3, incarnation=3, message="worker 3 is started again"),
@@ -84,10 +85,9 @@ EVENTS = [
     event("discarded", 23.0, generation=3, error="out of memory"),
     event("snapshot", 24.0, step=8, held_up_s=0.0, seconds=1.0),
     event("checkpoint", 25.0, step=8, copy_s=0.1, write_s=1.0),
-    *(
-        event(name, 26.0, **_OF_STEP)
-        for name in ("checkpoint_late", "checkpoint_failed", "checkpoint_unreadable", "checkpoint_incomplete")
-    ),
+    *(event(name, 26.0, **_OF_STEP) for name in ("checkpoint_failed", "checkpoint_unreadable")),
+    event("checkpoint_late", 26.0, step=60),
+    event("checkpoint_incomplete", 26.0, step=60),
     event("snapshot_unreadable", 26.0, **_OF_STEP),
     event("checkpoints_left_out", 26.0, step=8, steps=[4, 6], message="those of steps 4 and 6 were left out"),
     event("job_changed", 26.0, step=8, changes=["seed was 1 and is 2"], message="another job"),
@@ -102,10 +102,14 @@ WRONG: list[Any] = [None, -1, 0, 1e400, float("nan"), "x", [], {}, True, 10**30,
 
 
 def test_every_kind_of_event_is_among_them() -> None:
-    assert _DESCRIBE.keys() <= {each["event"] for each in EVENTS}
-    for each in [*EVENTS, stepped(1, 2.0), stepped(2, 3.0, loss=float("nan"), is_skipped=True)]:
-        kind = "events" if "event" in each else "metrics"
-        assert parse_line(kind, json.dumps(each).encode()).keys() == each.keys()  # type: ignore[arg-type]
+    events = [parse_event(json.dumps(each).encode()) for each in EVENTS]
+    not_here = {NoCheckpoints, BackgroundReplaced, RecordsLost, *ROUTINE}
+    assert set(EVENT_TYPES.values()) - not_here <= {type(each) for each in events}
+    for record, line in zip(events, EVENTS, strict=True):
+        written = json.loads(json.dumps(record.to_json()))
+        assert {name: written[name] for name in line} == json.loads(json.dumps(line))
+    for line in (stepped(1, 2.0), stepped(2, 3.0, loss=float("nan"), is_skipped=True)):
+        assert parse_step(json.dumps(line).encode()).to_json() == line
 
 
 def damaged(value: Any) -> Iterator[Any]:
@@ -120,33 +124,32 @@ def damaged(value: Any) -> Iterator[Any]:
             yield from ([*value[:index], other, *value[index + 1 :]] for other in damaged(value[index]))
 
 
-def show(run: RunDirectory, events: list[dict[str, Any]]) -> None:
-    run.events_file.write_text("".join(json.dumps(each) + "\n" for each in events))
-    readable, _ = readable_events(run)
-    for condition in conditions(readable):
+def show(run: RunDirectory, events: list[Event]) -> None:
+    view = RunView(run)
+    for each in events:
+        view.add(each)
+    view.add(read(stepped(4, 31.0)))
+    for condition in view.conditions.found():
         condition.to_json()
-    for diagnosis in diagnose(readable):
+    for diagnosis in view.incidents.diagnoses(view.decisions):
         diagnosis.to_json()
-    state = RunState(run)
-    for line in events:
-        state.add(("events", line))
-    state.add(("metrics", stepped(4, 31.0)))
-    content.news(state.events)
-    for story in decision_stories(readable):
+    content.news(view.events)
+    for story in view.decisions.stories():
         story.to_json()
         describe_reason(story.decided)
-    facts_of(state.report(BEGAN + 32.0, has_coordinator=None))
+    facts_of(view.report(BEGAN + 32.0, has_coordinator=None))
 
 
 @pytest.mark.parametrize("index", range(len(EVENTS)), ids=[each["event"] for each in EVENTS])
 def test_all_that_is_not_left_out_can_be_shown(tmp_path: Path, index: int) -> None:
     run = new_run(tmp_path)
-    near = [EVENTS[0], *EVENTS[max(1, index - 6) : index + 6]] if index else EVENTS[:6]
+    chosen = [EVENTS[0], *EVENTS[max(1, index - 6) : index + 6]] if index else EVENTS[:6]
     at = min(index, 7)
-    assert near[at] == EVENTS[index]
+    assert chosen[at] == EVENTS[index]
+    near = [parse_event(json.dumps(line).encode()) for line in chosen]
     for other in damaged(EVENTS[index]):
         try:
-            line = parse_line("events", json.dumps(other).encode())
+            line = parse_event(json.dumps(other).encode())
         except ConfigError:
             continue
         show(run, [*near[:at], line, *near[at + 1 :]])
@@ -155,23 +158,20 @@ def test_all_that_is_not_left_out_can_be_shown(tmp_path: Path, index: int) -> No
 def test_the_steps_that_are_not_left_out_can_be_shown(tmp_path: Path) -> None:
     for other in damaged(stepped(3, 4.0)):
         try:
-            line = parse_line("metrics", json.dumps(other).encode())
+            step = parse_step(json.dumps(other).encode())
         except ConfigError:
             continue
-        state = RunState(new_run(tmp_path) if not (tmp_path / "run").exists() else RunDirectory.open(tmp_path / "run"))
-        for each in (("events", started()), ("metrics", stepped(2, 3.0)), ("metrics", line)):
-            state.add(each)
-        facts_of(state.report(BEGAN + 5.0, has_coordinator=None))
+        view = RunView(new_run(tmp_path) if not (tmp_path / "run").exists() else RunDirectory.open(tmp_path / "run"))
+        for each in (read(started()), read(stepped(2, 3.0)), step):
+            view.add(each)
+        facts_of(view.report(BEGAN + 5.0, has_coordinator=None))
 
 
 def test_an_unfinished_last_line_is_no_damage(tmp_path: Path) -> None:
     run = new_run(tmp_path)
     run.events_file.write_text(json.dumps(EVENTS[0]) + "\n[\n3\n{}\n" + json.dumps(EVENTS[1])[:20])
-    events, damage = readable_events(run)
-    assert [each["event"] for each in events] == ["started"]
-    with refused(ConfigError):
-        run.events()
-    run.events_file.write_text(json.dumps(EVENTS[0]) + "\n3\n")
+    events, damage = run.readable_events()
+    assert [type(event) for event in events] == [Started]
     with refused(ConfigError):
         run.events()
     assert [text.partition(", ")[2].partition(";")[0] for text in damage] == [

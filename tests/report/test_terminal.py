@@ -10,7 +10,9 @@ from typing import get_args
 import pytest
 from rich.console import Console
 
-from chameleon_ft.events.records import FailureCostRecord, FailureRecord, NoticedBy, summarize
+from chameleon_ft.events.kinds import CheckpointComplete, Refused
+from chameleon_ft.events.records import FailureCostRecord, FailureRecord, NoticedBy
+from chameleon_ft.events.summary import summarize
 from chameleon_ft.report.story import notices_of
 from chameleon_ft.report.terminal import TerminalView
 from tests.report.records import failure_record, join_record, outcome_record, run_info, step_record
@@ -21,13 +23,13 @@ def shown(*, terminal: bool = False, failure: FailureRecord | None = None) -> st
     failure = failure or failure_record(1)
     out = io.StringIO()
     view = TerminalView(Console(file=out, force_terminal=terminal, width=80, highlight=False))
-    view.started(run_info())
-    view.step(step_record(0, loss=2.5))
-    view.event("refused", {"reason": "for the file only"})
-    view.event("checkpoint", {"message": "step 1 is written to [here]"})
-    view.failure(failure)
-    view.outcome(outcome_record(steps=1))
-    view.outcome(outcome_record())
+    view.show(run_info())
+    view.show(step_record(0, loss=2.5))
+    view.show(Refused(address="a", reason="for the file only"))
+    view.show(CheckpointComplete(step=1, message="step 1 is written to [here]"))
+    view.show(failure)
+    view.show(outcome_record(steps=1))
+    view.show(outcome_record())
     view.finished(
         summarize([step_record(0, loss=2.5)], [failure], samples_per_step=16, status="finished", reason="all is done")
     )
@@ -87,11 +89,9 @@ def test_a_prediction_that_is_far_off_is_not_to_be_trusted(
     )
     out = io.StringIO()
     view = TerminalView(Console(file=out, width=300, highlight=False))
-    view.outcome(record)
+    view.show(record)
     view.close()
-    assert (
-        ("prediction not to be trusted: " in out.getvalue()) == bool(words) == (record.to_json()["warning"] is not None)
-    )
+    assert ("prediction not to be trusted: " in out.getvalue()) == bool(words) == (record.warning is not None)
     assert all(each in out.getvalue() for each in words)
     assert out.getvalue().count("chameleon profile") == ("--profile FILE" in out.getvalue())
 
@@ -119,7 +119,7 @@ def test_there_is_no_warning_without_a_prediction() -> None:
 def test_the_header_names_the_restored_state(generation: int, checkpoint: int | None, words: str | None) -> None:
     out = io.StringIO()
     view = TerminalView(Console(file=out, width=80, highlight=False))
-    view.started(dataclasses.replace(run_info(), generation=generation, checkpoint=checkpoint))
+    view.show(dataclasses.replace(run_info(), generation=generation, checkpoint=checkpoint))
     view.close()
     found = [line.strip() for line in out.getvalue().splitlines() if line.strip().startswith("from")]
     assert found == ([] if words is None else [words])
@@ -142,7 +142,7 @@ def test_the_banner_has_the_moved_state() -> None:
 def test_a_join_has_a_banner(workers: tuple[int, ...], title: str) -> None:
     out = io.StringIO()
     view = TerminalView(Console(file=out, width=100, highlight=False))
-    view.join(dataclasses.replace(join_record(17), workers=workers, spares=(6,)))
+    view.show(dataclasses.replace(join_record(17), workers=workers, spares=(6,)))
     view.close()
     text = " ".join(out.getvalue().replace("|", " ").split())
     for words in (
@@ -172,7 +172,7 @@ def test_a_pipe_that_is_not_read_holds_up_no_call_and_gets_all_later() -> None:
     out = Pipe()
     view = TerminalView(Console(file=out, width=80, highlight=False))
     for step in range(3):
-        view.step(step_record(step))
+        view.show(step_record(step))
     assert not out.getvalue()
     is_read.set()
     view.close()
@@ -203,6 +203,6 @@ def test_every_detection_path_has_words(path: NoticedBy) -> None:
 def test_many_pipelines_are_abridged() -> None:
     out = io.StringIO()
     view = TerminalView(Console(file=out))
-    view.started(dataclasses.replace(run_info(), pipelines=tuple((index, index + 40) for index in range(40))))
+    view.show(dataclasses.replace(run_info(), pipelines=tuple((index, index + 40) for index in range(40))))
     view.close()
     assert "and 24 more" in out.getvalue()

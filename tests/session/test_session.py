@@ -170,7 +170,7 @@ def test_the_documented_lines_train_through_a_failure(
     exec(documented_session(), found)
     run = found["run"]
     assert run.status == "finished"
-    assert [event["event"] for event in run.events].count("failure") == 1
+    assert [event.name for event in run.events].count("failure") == 1
     numbers = [int(line.split()[0]) for line in capsys.readouterr().out.splitlines()]
     assert numbers == list(range(0, run.config.steps, 10))
     assert found["weights"].keys() == run.state_dict().keys()

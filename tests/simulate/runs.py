@@ -46,11 +46,15 @@ def config(*, every: Literal["auto"] | int = 0, **recovery: Any) -> RunConfig:
 
 
 def started(time: float = 1000.0) -> dict[str, Any]:
-    return {"time": time, "event": "started"}
+    return {"time": time, "event": "started", "pipelines": [[0], [1]], "steps": 100}
+
+
+def finished(time: float) -> dict[str, Any]:
+    return {"time": time, "event": "finished", "status": "finished", "reason": "all steps are trained"}
 
 
 def failure(time: float, **fields: Any) -> dict[str, Any]:
-    return {"time": time, "event": "failure", **replace(_RECORD, **fields).to_json()}
+    return {"time": time, "event": "failure", **replace(_RECORD, **fields).values()}
 
 
 def decision(generation: int, *, prepared: bool, lost: tuple[int, ...] = (1,)) -> dict[str, Any]:

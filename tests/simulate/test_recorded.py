@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,9 +23,10 @@ from chameleon_ft.simulate.recorded import (
     trace_of_changes,
 )
 from tests.golden import refused
+from tests.report.records import join_record
 from tests.simulate.clusters import costs
 from tests.simulate.live import live_at
-from tests.simulate.runs import PLAN, config, decision, failure, prepared, recorded, started
+from tests.simulate.runs import PLAN, config, decision, failure, finished, prepared, recorded, started
 
 # One micro-batch takes 6 x 30 ms; two workers also reduce 6 x 200 MB, each half of them twice, over 50 GB/s.
 STEP_S = 12 * 0.18 + 2 * (1e-5 + 6 * 10**8 / 50e9)
@@ -64,8 +66,8 @@ def test_losses_of_a_run_are_when_they_happened_not_when_they_were_recorded(tmp_
     events = [
         started(1000.0),
         failure(1050.0, worker=1, stall_s=2.0),
-        {"time": 1080.0, "event": "joined", "worker": 1},
-        {"time": 1100.0, "event": "finished"},
+        {"time": 1080.0, "event": "joined", "worker": 1, "host": "a"},
+        finished(1100.0),
     ]
     changes, duration_s = recorded_changes(recorded(tmp_path / "run", events))
     assert changes == (Change(48.0, 1, True), Change(80.0, 1, False))
@@ -137,7 +139,7 @@ def test_phases_are_medians_of_single_losses(tmp_path: Path) -> None:
         # The loss of a spare, and a return to a checkpoint, have no phases of a decision.
         failure(1040.0, generation=5, policy="none", regroup_s=9.0),
         failure(1050.0, generation=6, policy="checkpoint", regroup_s=9.0),
-        {"time": 1060.0, "event": "finished"},
+        finished(1060.0),
     ]
     found = measured_parameters([recorded(tmp_path / "run", events)])
     assert (found.detect_s, found.stop_s, found.decide_s) == pytest.approx((0.2, 0.6, 0.01))
@@ -159,7 +161,8 @@ def test_migrations_take_as_much_longer_as_in_the_run(tmp_path: Path) -> None:
         }
 
     def joined(generation: int, migrate_s: float, *, waves: int = 1) -> dict[str, object]:
-        return {"time": 0.0, "event": "join", "generation": generation, "migrate_s": migrate_s, "waves": waves}
+        record = replace(join_record(3), generation=generation, migrate_s=migrate_s, waves=waves)
+        return record.to_json()
 
     events = [
         started(),
@@ -174,7 +177,7 @@ def test_migrations_take_as_much_longer_as_in_the_run(tmp_path: Path) -> None:
         joined(5, 90.0, waves=2),
         switched(6, migration_s=0.0, factor=1.0),
         joined(6, 90.0),
-        {"time": 1060.0, "event": "finished"},
+        finished(1060.0),
     ]
     assert measured_parameters([recorded(tmp_path / "run", events)]).migration_factor == pytest.approx(3.5)
 

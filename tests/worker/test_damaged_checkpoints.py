@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,6 +15,8 @@ from hypothesis import strategies as st
 
 from chameleon_ft.config import Batch, Checkpoint, Parallel
 from chameleon_ft.errors import CheckpointError, DamagedCheckpointError
+from chameleon_ft.events.kinds import CheckpointComplete
+from chameleon_ft.events.lines import Record
 from chameleon_ft.events.records import FailureRecord
 from chameleon_ft.launch.live_run import inject
 from chameleon_ft.plan import LayerRange
@@ -253,19 +254,17 @@ class DamagingView(View):
     damaged: set[int] = field(default_factory=set)
     is_over: bool = False
 
-    def event(self, name: str, fields: Mapping[str, Any]) -> None:
-        if name != "checkpoint" or self.is_over:
+    def show(self, record: Record) -> None:
+        self.is_over = self.is_over or isinstance(record, FailureRecord)
+        if not isinstance(record, CheckpointComplete) or self.is_over:
             return
         self.written += 1
         if self.written > 1:
-            self.damaged.add(fields["step"])
-            (data,) = layer_directory(self.run.checkpoints, fields["step"], 3).glob("*.distcp")
+            self.damaged.add(record.step)
+            (data,) = layer_directory(self.run.checkpoints, record.step, 3).glob("*.distcp")
             self.damage(data)
         if self.written == 2:
             in_thread(self._kill)()
-
-    def failure(self, record: FailureRecord) -> None:
-        self.is_over = True
 
     def _kill(self) -> None:
         for worker in (1, 3):

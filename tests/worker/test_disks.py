@@ -14,6 +14,8 @@ import pytest
 
 from chameleon_ft.config import Checkpoint
 from chameleon_ft.errors import ChameleonError
+from chameleon_ft.events.base import Event
+from chameleon_ft.events.lines import Record
 from chameleon_ft.events.records import StepRecord
 from chameleon_ft.launch.live_run import checkpoint, stop, wait_until_saved
 from chameleon_ft.storage import file_queue
@@ -37,14 +39,13 @@ class FillingView(View):
     seen: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     ballast: Path | None = None
 
-    def step(self, record: StepRecord) -> None:
-        if record.step == self.full_at:
+    def show(self, record: Record) -> None:
+        if isinstance(record, Event):
+            self.seen.setdefault(record.name, record.values())
+        elif record.step == self.full_at:
             self.ballast = fill(self.disk, leaving=self.leaving)
         elif record.step == self.free_at and self.ballast is not None:
             self.ballast.unlink()
-
-    def event(self, name: str, fields: Mapping[str, Any]) -> None:
-        self.seen.setdefault(name, fields)
 
 
 @pytest.fixture(autouse=True)
@@ -80,11 +81,11 @@ def test_an_address_that_does_not_fit_is_written_later(tmp_path: Path, monkeypat
     class CountingView(View):
         seen: dict[str, Mapping[str, Any]] = field(default_factory=dict)
 
-        def step(self, record: StepRecord) -> None:
-            steps.append(record.step)
-
-        def event(self, name: str, fields: Mapping[str, Any]) -> None:
-            self.seen.setdefault(name, fields)
+        def show(self, record: Record) -> None:
+            if isinstance(record, Event):
+                self.seen.setdefault(record.name, record.values())
+            else:
+                steps.append(record.step)
 
     monkeypatch.setattr(RunDirectory, "write_control", write_if_there_is_room)
     view = CountingView()
@@ -130,9 +131,9 @@ def test_a_command_that_waits_for_a_checkpoint_is_told_that_it_does_not_fit(tmp_
 
         @dataclass
         class AskingView(FillingView):
-            def step(self, record: StepRecord) -> None:
-                super().step(record)
-                if record.step == self.full_at:
+            def show(self, record: Record) -> None:
+                super().show(record)
+                if isinstance(record, StepRecord) and record.step == self.full_at:
                     asking.start()
 
         view = AskingView(disk, full_at=3, free_at=-1)
@@ -150,15 +151,12 @@ def test_training_goes_on_while_a_disk_does_not_answer(tmp_path: Path) -> None:
         class FreezingView(View):
             seen: list[str] = field(default_factory=list)
 
-            def step(self, record: StepRecord) -> None:
-                self.seen.append(f"step {record.step}")
-                if record.step == 3:
+            def show(self, record: Record) -> None:
+                self.seen.append(record.name if isinstance(record, Event) else f"step {record.step}")
+                if self.seen[-1] == "step 3":
                     freeze(disk)
-                elif record.step == 43:
+                elif self.seen[-1] == "step 43":
                     thaw(disk)
-
-            def event(self, name: str, fields: Mapping[str, Any]) -> None:
-                self.seen.append(name)
 
         view = FreezingView()
         ended = train_here(small_config(tmp_path, steps=60), disk / "run", view=view)

@@ -15,6 +15,8 @@ from typing import Any, Literal
 import pytest
 
 from chameleon_ft.config import Batch, Checkpoint, FailurePhase, LlamaConfig, Optimizer, Parallel, Recovery, TrainConfig
+from chameleon_ft.events.decisions import Migration
+from chameleon_ft.events.lines import Record
 from chameleon_ft.events.records import StepRecord
 from chameleon_ft.launch.live_run import request
 from chameleon_ft.protocol.messages import Inject
@@ -139,10 +141,11 @@ class KillsDuringMigration(StoppingView):
         self.worker = worker
         self.generation = sys.maxsize
 
-    def step(self, record: StepRecord) -> None:
-        super().step(record)
-        migrating = [e["generation"] for e in self.run.events() if e["event"] == "migration"]
-        if self.generation == sys.maxsize and record.generation in migrating:
+    def show(self, record: Record) -> None:
+        super().show(record)
+        if not isinstance(record, StepRecord) or self.generation != sys.maxsize:
+            return
+        if record.generation in [event.generation for event in self.run.events() if isinstance(event, Migration)]:
             self.generation = record.generation
             kill = partial(request, self.run, Inject(worker=self.worker, kind="kill"))
             threading.Thread(target=kill, daemon=True).start()

@@ -30,6 +30,7 @@ from tests.harness import (
     small_config,
     train_here,
 )
+from tests.stored import event_lines
 from tests.worker.emulated import emulated_config
 
 pytestmark = pytest.mark.multiprocess
@@ -64,7 +65,7 @@ def test_a_decision_that_was_made_before_the_loss(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
 
     def kill_once_it_is_prepared() -> None:
-        while not any(event["event"] == "prepared" for event in run.events()):
+        while not any(event["event"] == "prepared" for event in event_lines(run)):
             time.sleep(0.05)
         inject(run, worker=3, kind="kill", phase=None, step=None)
 

@@ -17,6 +17,7 @@ from chameleon_ft.launch.live_run import drain
 from chameleon_ft.storage.checkpoints import complete_checkpoints
 from chameleon_ft.storage.files import RunDirectory
 from tests.harness import Command
+from tests.stored import event_lines
 
 ROOT = Path(__file__).parents[2]
 ENVIRON = {"PYTHONPATH": os.pathsep.join([str(ROOT / "tests" / "pretended"), os.environ.get("PYTHONPATH", "")])}
@@ -94,7 +95,7 @@ def test_layers_on_a_device_move_while_it_trains(tmp_path: Path) -> None:
         training.read_until(r"^\s+2\s")  # the line of a step
         drain(run, workers=[3])
         assert training.wait() == 0, training.printed
-    (join,) = [event for event in run.events() if event["event"] == "join"]
+    (join,) = [event for event in event_lines(run) if event["event"] == "join"]
     assert join["drained"] == [3]
     assert join["moved_bytes"] > 0
     assert_as_the_plain_loop(run)

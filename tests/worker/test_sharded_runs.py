@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from chameleon_ft.config import Checkpoint, FailurePhase, Parallel, RunConfig
+from chameleon_ft.events.lines import Record
 from chameleon_ft.events.records import JoinRecord
 from chameleon_ft.launch.live_run import inject
 from chameleon_ft.storage.files import RunDirectory
@@ -71,8 +72,9 @@ def test_an_optimizer_that_is_not_known_is_kept_whole_and_the_run_says_so(tmp_pa
 class KillsNextOwner(StoppingView):
     """Kills the other owner once slices have two again, and ends the run some steps after that."""
 
-    def join(self, record: JoinRecord) -> None:
-        if record.policy == "redundancy":
+    def show(self, record: Record) -> None:
+        super().show(record)
+        if isinstance(record, JoinRecord) and record.policy == "redundancy":
             in_thread(lambda: inject(self.run, worker=3, kind="kill", phase="gather", step=None))()
 
 

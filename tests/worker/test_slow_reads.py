@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from chameleon_ft.config import Batch, Parallel, RunConfig, Timeouts
 from chameleon_ft.data import SampleOrder, read_sample
+from chameleon_ft.events.kinds import Waiting
+from chameleon_ft.events.lines import Record
+from chameleon_ft.events.records import StepRecord
 from chameleon_ft.job import load_job
 from chameleon_ft.models.build import build_layer
 from chameleon_ft.storage.recorder import View
@@ -63,11 +64,10 @@ class Telling(View):
     begun: Path
     told: Path
 
-    def step(self, record: Any) -> None:
-        self.begun.touch()
-
-    def event(self, name: str, fields: Mapping[str, Any]) -> None:
-        if name == "waiting":
+    def show(self, record: Record) -> None:
+        if isinstance(record, StepRecord):
+            self.begun.touch()
+        elif isinstance(record, Waiting):
             self.told.touch()
 
 

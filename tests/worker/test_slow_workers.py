@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from chameleon_ft.config import Batch, Emulation, Parallel, Recovery
-from chameleon_ft.events.decisions import decision_stories
+from chameleon_ft.report.decisions import Decisions
 from chameleon_ft.storage.files import RunDirectory
 from chameleon_ft.storage.plans import read_generation_plans
 from tests.configs import write_config
@@ -52,7 +52,7 @@ def test_a_slow_worker_gets_less_to_do_until_it_has_recovered(tmp_path: Path) ->
     ended = Ended(130, run)
     assert_as_the_plain_loop(ended)
     assert not ended.lost
-    first = next(story for story in decision_stories(run.events()) if 2 in story.decided.corrections.slow)
+    first = next(story for story in Decisions.of(run.events()).stories() if 2 in story.decided.corrections.slow)
     assert first.decided.trigger == "slow"
     assert first.decided.corrections.slow[2] < 0.7
     before, after, *_ = (
@@ -89,6 +89,6 @@ def test_slow_links_are_noticed_decided_on_and_forgotten(tmp_path: Path) -> None
     assert_as_the_plain_loop(ended)
     assert not ended.lost
     assert {tuple(event["workers"]) for event in ended.events("slow_link")} == {(1, 2)}
-    first = next(story for story in decision_stories(run.events()) if story.decided.trigger == "slow")
+    first = next(story for story in Decisions.of(run.events()).stories() if story.decided.trigger == "slow")
     assert first.decided.corrections.slow_links.keys() == {"1-2"}
     assert first.decided.corrections.slow_links["1-2"] < 0.5

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from chameleon_ft.config import Checkpoint, Health, Optimizer, Parallel, Recovery, Store
+from chameleon_ft.events.kinds import CheckpointFailed
+from chameleon_ft.events.lines import Record
 from chameleon_ft.events.records import StepRecord
 from chameleon_ft.storage.checkpoints import complete_checkpoints
 from chameleon_ft.storage.files import RunDirectory
@@ -150,15 +152,13 @@ class RemovingView(View):
     at: int
     said: str = ""
 
-    def step(self, record: StepRecord) -> None:
-        if record.step == self.at:
+    def show(self, record: Record) -> None:
+        if isinstance(record, StepRecord) and record.step == self.at:
             self.folder.mkdir(exist_ok=True)
             self.folder.rename(self.folder.with_name("away"))
             self.folder.write_text("in the way")
-
-    def event(self, name: str, fields: Mapping[str, Any]) -> None:
-        if name == "checkpoint_failed" and "times" in fields["error"] and not self.said:
-            self.said = fields["message"]
+        elif isinstance(record, CheckpointFailed) and "times" in record.error and not self.said:
+            self.said = record.message or ""
             self.folder.unlink()
             self.folder.with_name("away").rename(self.folder)
 

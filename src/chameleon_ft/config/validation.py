@@ -6,7 +6,7 @@ import difflib
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, Final, TypeVar, get_args
 
 import tomli_w
 from pydantic import BaseModel, ValidationError
@@ -117,18 +117,33 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: is not valid TOML: {error}") from None
 
 
+_RENAMED: Final = {
+    ("preflight", "least_free_memory"): "min_free_memory",
+    ("preflight", "least_speed"): "min_speed",
+    ("preflight", "most_clock_error_s"): "max_clock_error_s",
+    ("emulation", "least_message_s"): "min_message_s",
+}
+"""Settings that older runs have recorded by another name."""
+_RENAMED_LLAMA_JOB: Final = "chameleon_ft.models.llama_job:llama_job"
+
+
 def read_recorded_toml(path: Path) -> dict[str, Any]:
-    """Return the configuration that a run has recorded.
+    """Return the configuration that a run has recorded, with the present names of settings and jobs.
 
     Raises ConfigError as `read_toml`, and if the file is cut: a run records every setting.
     """
     values = read_toml(path)
+    if values.get("job") == _RENAMED_LLAMA_JOB:
+        values["job"] = LLAMA_JOB
     section, key = ("optimizer", "clip_norm") if config_type(values) is TrainConfig else ("control", "lease_s")
     last = values.get(section)
     if not isinstance(last, Mapping) or key not in last:
         raise ConfigError(
             f"{path}: is incomplete: {section}.{key}, the last setting that a run records, is missing; restore the file"
         )
+    for (section, key), name in _RENAMED.items():
+        if key in values.get(section, {}):
+            values[section][name] = values[section].pop(key)
     return values
 
 

@@ -25,6 +25,8 @@ from chameleon_ft.coordinator.state.checkpoints import describe_unreadable
 from chameleon_ft.coordinator.state.state import Phase, State
 from chameleon_ft.cost.profile import Profile
 from chameleon_ft.errors import ControlError, NoHolderError, ProfileError
+from chameleon_ft.events import kinds
+from chameleon_ft.events.decisions import Prepared
 from chameleon_ft.plan import Plan
 from chameleon_ft.protocol import messages
 from chameleon_ft.protocol.background_tasks import BackgroundTasks
@@ -97,7 +99,7 @@ class DecisionTasks:
                 message = describe_unreadable(step, found.damage)
             else:  # without an older one, it may be read in another start
                 message = f"that of step {step} cannot be read here and is not used: {found.damage}"
-            self._recorder.event("checkpoint_unreadable", step=step, error=found.damage, message=message)
+            self._recorder.record(kinds.CheckpointUnreadable(step=step, error=found.damage, message=message))
             return self.decide(state, {**damages, step: found.damage})
 
         examining = self._checkpoints.examine(step)
@@ -161,19 +163,19 @@ class DecisionTasks:
                 f"every holder of a layer keeps all of it: {optimizer} is not known to update each element of a "
                 "parameter by itself; a job says that its optimizer does by Job(elementwise=True)"
             )
-            self._recorder.event("optimizer_undivided", optimizer=optimizer, message=message)
+            self._recorder.record(kinds.OptimizerUndivided(optimizer=optimizer, message=message))
         for hint in self._planner.hints:
-            self._recorder.event("hint", message=hint)
+            self._recorder.record(kinds.Hint(message=hint))
 
     def _report_resumed(self, step: int, found: Examined) -> None:
         """Record which checkpoints a resumed run does not use, and in what its job differs."""
         for newer in found.incomplete:
             if newer > step:
                 message = f"that of step {newer} is not complete and not used"
-                self._recorder.event("checkpoint_incomplete", step=newer, message=message)
+                self._recorder.record(kinds.CheckpointIncomplete(step=newer, message=message))
         if self._changes:
             message = f"training continues from step {step} with another job: {'; '.join(self._changes)}"
-            self._recorder.event("job_changed", step=step, changes=self._changes, message=message)
+            self._recorder.record(kinds.JobChanged(step=step, changes=tuple(self._changes), message=message))
 
     async def consider(self, state: State) -> None:
         """Decide while training continues, and handle the answer."""
@@ -218,7 +220,7 @@ class Orders:
         # Before any answer is handled: records of a generation mean nothing without its plan.
         self.begin(state)
         if is_first:
-            self._recorder.started(self._planner.describe(spec, run=str(self._run.path)))
+            self._recorder.record(self._planner.describe(spec, run=str(self._run.path)))
 
     def prepare(self, state: State) -> None:
         """Send the orders of the next generation, to be prepared."""
@@ -472,7 +474,7 @@ class CommandRunner:
             self._speculation = None
 
     def _on_prepared(self, losses: int, prepare_s: float, error: str | None) -> None:
-        self._recorder.event("prepared", generation=self._generation, losses=losses, prepare_s=prepare_s, error=error)
+        self._recorder.record(Prepared(generation=self._generation, losses=losses, prepare_s=prepare_s, error=error))
 
     def _on_not_marked(self, step: int, error: str) -> None:
         """Note, in the thread of files, that a checkpoint could not be marked."""

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from chameleon_ft.events.records import RunRecord, RunStatus
+from chameleon_ft.events import lines
+from chameleon_ft.events.records import RunStatus
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.protocol.messages import Message
 from chameleon_ft.protocol.parts import OperationTimes
@@ -89,7 +90,7 @@ class Drop(Command):
 class Record(Command):
     """Write a record and show it."""
 
-    record: RunRecord
+    record: lines.Record
 
 
 @dataclass(frozen=True, slots=True)

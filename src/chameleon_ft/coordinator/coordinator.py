@@ -24,6 +24,7 @@ from chameleon_ft.coordinator.state.settings import Settings
 from chameleon_ft.coordinator.state.state import Phase, State
 from chameleon_ft.coordinator.state_machine import TICK_S, step
 from chameleon_ft.errors import ControlError, DeposedError
+from chameleon_ft.events.kinds import Refused
 from chameleon_ft.events.records import RunStatus
 from chameleon_ft.protocol import messages
 from chameleon_ft.protocol.background_tasks import BackgroundTasks, in_thread
@@ -334,7 +335,7 @@ class Coordinator:
         self._rejected += 1
         is_recorded = self._rejected <= _ALL_REJECTED or self._rejected.bit_count() == 1
         if is_recorded and self.leads() and self.state.phase is not Phase.OVER:
-            self._recorder.event("refused", address=address, reason=reason, count=self._rejected)
+            self._recorder.record(Refused(address=address, reason=reason, count=self._rejected))
 
     def broken(self, error: Exception) -> None:
         """End the run because of an error of the coordinator itself, and log it."""

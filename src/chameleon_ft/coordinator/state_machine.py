@@ -32,6 +32,7 @@ from chameleon_ft.coordinator.handlers.draft import Draft
 from chameleon_ft.coordinator.state.members import Worker
 from chameleon_ft.coordinator.state.state import Phase, State
 from chameleon_ft.errors import ControlError
+from chameleon_ft.events import kinds
 from chameleon_ft.protocol import messages
 from chameleon_ft.protocol.messages import Message
 from chameleon_ft.quantities import duration
@@ -124,7 +125,7 @@ def _ticked(draft: Draft, *, has_run: bool = False) -> None:
         draft.state = replace(draft.state, reconnection=replace(draft.state.reconnection, stalled_at_s=now))
         if not has_run:
             message = f"the coordinator did not run for {duration(held_up_s)}"
-            draft.record("stalled", stall_s=held_up_s, message=message)
+            draft.record(kinds.Stalled(stall_s=held_up_s, message=message))
     state = draft.state
     for connection in takeover.missing(draft):
         _disconnected(draft, connection)

@@ -1,23 +1,18 @@
-"""The decisions of a run, read from its events, each with its losses and its outcome."""
+"""The events of plans: decisions with all that they were made by, and what becomes of the chosen plan."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Literal, Self
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import TypeAdapter
 
-from chameleon_ft.errors import ConfigError, describe_invalid
-from chameleon_ft.events.records import FailureCostRecord, FailureRecord, OutcomeRecord
+from chameleon_ft.events.base import Count, Event, Link, Number, Workers, event
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True)
-
-
-class ScoredCandidate(_Part):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredCandidate:
     """A candidate of a decision. Figures are None for a policy that proposed no plan."""
 
     policy: str
@@ -26,7 +21,7 @@ class ScoredCandidate(_Part):
     transfer_s: float | None = None
     migration_s: float = 0.0
     waves: int = 0
-    moved_bytes: int | None = Field(alias="bytes")
+    bytes: int | None
     worker_single_points_of_failure: int = 0
     host_single_points_of_failure: int = 0
     fatal_share: float = 0.0
@@ -36,11 +31,9 @@ class ScoredCandidate(_Part):
     feasible: bool
     reason: str | None
 
-    @model_validator(mode="after")
-    def _with_figures_of_a_plan(self) -> Self:
+    def __post_init__(self) -> None:
         if self.feasible and (self.stall_s is None or not self.step_s or self.step_s < 0):
             raise ValueError("a feasible candidate needs a stall and a step above 0")
-        return self
 
     @property
     def next_incident_s(self) -> float:
@@ -48,7 +41,8 @@ class ScoredCandidate(_Part):
         return self.return_s + self.shared_s
 
 
-class ObservedRate(_Part):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObservedRate:
     """The observations and the prior that the time to the next failure was estimated from; see `FailureModel`."""
 
     failures: int
@@ -57,11 +51,12 @@ class ObservedRate(_Part):
     worker_mtbf_s: float
     host_failure_fraction: float | None = None
     incidents: int | None = None
-    together: dict[int, int] = {}
+    together: dict[int, int] = field(default_factory=dict)
     bursts: int = 0
 
 
-class StallParts(_Part):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StallParts:
     """Seconds of the stall that do not depend on the choice, and the assumed cost of a return to a checkpoint."""
 
     repeat_s: float
@@ -72,7 +67,8 @@ class StallParts(_Part):
     restart_cost_s: float | None = None
 
 
-class UsedCorrections(_Part):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsedCorrections:
     """Factors that predictions were corrected by; see `chameleon_ft.coordinator.decisions.calibration`."""
 
     operations: float
@@ -80,10 +76,11 @@ class UsedCorrections(_Part):
     transfer: float
     migration: float = 1.0
     slow: dict[int, float]
-    slow_links: dict[str, float] = {}
+    slow_links: dict[str, float] = field(default_factory=dict)
 
 
-class CountedOnSnapshots(_Part):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CountedOnSnapshots:
     """Seconds of a return to a snapshot, of the steps since the last one, and of the most between two if it is set."""
 
     unsaved_s: float
@@ -91,17 +88,23 @@ class CountedOnSnapshots(_Part):
     return_s: float
 
 
-class Salvaged(_Part):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Salvaged:
     """The predicted seconds of the rest of an interrupted step, and the share of its work that is repeated."""
 
     rest_s: float
     repeated_share: float
 
 
-class DecisionEvent(_Part):
-    """The fields of an event `decision`; see docs/files.md."""
+@event("decision")
+class DecisionEvent(Event):
+    """A decision is made, in `search_s` seconds or beforehand (`prepared`), that starts `generation`: see below.
 
-    time: float
+    The `trigger` is `loss`; `join`, for new workers; `review`, for a better plan than one chosen in a hurry; `drain`;
+    or `slow`, for workers or links that have become slow or recovered. If `stay` was chosen, the running generation
+    continues.
+    """
+
     generation: int
     search_s: float
     prepared: bool
@@ -131,103 +134,95 @@ class DecisionEvent(_Part):
         others = [each for each in self.candidates if each.feasible and each.policy != self.chosen]
         return max(others, key=lambda each: each.samples, default=None)
 
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> DecisionEvent:
+        """Return the event with these fields, which are JSON values."""
+        return TypeAdapter(DecisionEvent).validate_python(fields)
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecisionStory:
-    """A decision with its consequences.
 
-    Attributes:
-        number: counted from 1 over the whole run, including its resumed parts.
-        session: 1 before the run was first resumed, and one more after each resumption.
-        losses: records of the workers whose loss caused it; workers lost during a recovery have later records.
-        policy: policy that was carried out; None if the run ended before.
-        outcome: None if no step was committed under it, or it is a no-op.
-        is_noop: whether it let the running generation continue.
-        cost: of the incident that caused it; None if there was none, or the interrupted step was never committed.
+@event("plan")
+class PlanInForce(Event):
+    """A plan is in force from here: `generation`, `policy`, and its `file`.
+
+    The policy is also `start`, `migration` on the way to a plan, or `cancelled-migration` back from it.
     """
 
-    number: int
-    session: int
-    decided: DecisionEvent
-    losses: tuple[FailureRecord, ...]
-    policy: str | None
-    outcome: OutcomeRecord | None
-    is_noop: bool = False
-    cost: FailureCostRecord | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields as JSON values."""
-        return {
-            "number": self.number,
-            "session": self.session,
-            **self.decided.model_dump(mode="json", by_alias=True),
-            "losses": [loss.to_json() for loss in self.losses],
-            "policy": self.policy,
-            "outcome": None if self.outcome is None else self.outcome.to_json(),
-            "cost": None if self.cost is None else self.cost.to_json(),
-        }
+    generation: Count
+    policy: str
+    file: str = ""
 
 
-def decision_stories(events: Iterable[Mapping[str, Any]]) -> tuple[DecisionStory, ...]:
-    """Collect the decisions from the events of a run, in the order they were written.
+@event("prepared")
+class Prepared(Event):
+    """The decision for each of `losses` single losses is ready, after `prepare_s` seconds; or `error`: none will be."""
 
-    Raises ConfigError if a decision lacks a field: it was written by another version, or the file is damaged.
+    generation: Count
+    losses: Count
+    prepare_s: Number
+    error: str | None = None
+
+
+@event("transition")
+class Transition(Event):
+    """Layers have moved to other workers before `generation` trains; see [transition.md](transition.md).
+
+    The fields are the number of `workers` that took part, `layers`, `messages` and `rounds`, `planned_bytes` by the
+    costs of the plan, `moved_bytes` that workers have received (fewer before the first update, because the optimizer
+    has no state yet), and `transfer_s`.
     """
-    session = 0
-    decided: list[tuple[int, DecisionEvent, bool]] = []
-    losses: dict[tuple[int, int], list[FailureRecord]] = defaultdict(list)
-    policies: dict[int, str] = {}
-    outcomes: dict[int, OutcomeRecord] = {}
-    costs: dict[int, FailureCostRecord] = {}
-    for event in events:
-        match event["event"]:
-            case "started":
-                session += 1
-            case "decision":
-                found = _decision(event)
-                # The plan of a loss may be recorded before its decision, for which no worker waits.
-                is_noop = found.chosen in (None, "stay") and found.generation in policies
-                decided.append((session, found, is_noop))
-            case "plan":
-                policies[event["generation"]] = event["policy"]
-            case "failure":
-                losses[session, event["worker"]].append(FailureRecord.from_json(event))
-            case "failure_cost":
-                cost = FailureCostRecord.from_json(event)
-                costs |= dict.fromkeys(cost.incident_generations, cost)
-            case "outcome":
-                outcomes[event["generation"]] = OutcomeRecord.from_json(event)
 
-    def loss_of(worker: int, decision: DecisionEvent, session: int) -> list[FailureRecord]:
-        # A worker may have come back since, and been lost again.
-        found = [loss for loss in losses[session, worker] if loss.generation >= decision.generation][:1]
-        return [
-            replace(loss, failure_cost_steps=costs[loss.generation].failure_cost_steps)
-            if loss.generation in costs
-            else loss
-            for loss in found
-        ]
-
-    return tuple(
-        DecisionStory(
-            number=number,
-            session=session,
-            decided=decision,
-            losses=tuple(loss for worker in decision.lost for loss in loss_of(worker, decision, session)),
-            policy=decision.chosen if is_noop else policies.get(decision.generation),
-            outcome=None if is_noop else outcomes.get(decision.generation),
-            is_noop=is_noop,
-            cost=None if is_noop else costs.get(decision.generation),
-        )
-        for number, (session, decision, is_noop) in enumerate(decided, start=1)
-    )
+    generation: Count
+    workers: Count
+    layers: Count
+    messages: Count
+    rounds: Count
+    planned_bytes: Count
+    moved_bytes: Count
+    transfer_s: Number
 
 
-def _decision(event: Mapping[str, Any]) -> DecisionEvent:
-    try:
-        return DecisionEvent.model_validate(event)
-    except ValidationError as error:
-        raise ConfigError(
-            f"the decision of generation {event.get('generation')} cannot be read: {describe_invalid(error)}; the file "
-            "was written by another version of chameleon or is damaged"
-        ) from None
+@event("migration")
+class Migration(Event):
+    """Layers begin to move while `generation` trains, in or after `step`; see [transition.md](transition.md#migration).
+
+    So many `layers`, and `slices` of optimizer state; `bytes` are those of the layers by the costs of the plan, and
+    `arriving` the layers by the worker that they move to.
+    """
+
+    generation: Count
+    step: Count
+    layers: Count
+    bytes: Count
+    slices: Count = 0
+    arriving: Mapping[Count, str] = field(default_factory=dict)
+
+
+@event("discarded")
+class Discarded(Event):
+    """A `generation` could not be prepared because of an `error`; training continues without it."""
+
+    generation: Count
+    error: str
+
+
+@event("stay")
+class Stay(Event):
+    """No other plan is better.
+
+    The workers `slow` and the links `slow_links` are slow; both are empty if none is any longer.
+    """
+
+    slow: Workers = ()
+    slow_links: tuple[Link, ...] = ()
+
+
+@event("decision_failed")
+class DecisionFailed(Event):
+    """The decision about new or slow `workers`, or `slow_links`, failed with an `error`.
+
+    New workers stay spares, and the plan stays.
+    """
+
+    workers: Workers
+    slow_links: tuple[Link, ...] = ()
+    error: str

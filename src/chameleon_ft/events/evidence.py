@@ -23,17 +23,20 @@ STACKS_SIGNAL: Final = signal.SIGUSR2
 """Has a worker append the stacks of all its threads to its file."""
 
 _ENTRY: Final = re.compile(r"(?P<time>\d+\.\d{6}) (?P<verb>runs|waits|reads): (?P<doing>.*\S)")
+# As faulthandler writes a frame, or py-spy.
 _FRAME: Final = re.compile(
-    r'^\s+(?:File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)'  # faulthandler
-    r"|(?P<function2>.+) \((?P<file2>.+):(?P<line2>\d+)\))$"  # py-spy
+    r'^\s+(?:File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)'
+    r"|(?P<function2>.+) \((?P<file2>.+):(?P<line2>\d+)\))$"
 )
 _THREAD: Final = re.compile(r"^(?=(?:Current thread|Thread) )", re.MULTILINE)
 _STANDARD_LIBRARY: Final = re.compile(r"/lib/python3\.\d+/(?!site-packages/|dist-packages/)|^<")
 # wandb replaces `sys.exit`.
 _FRAMEWORK: Final = re.compile(r"/(?:site|dist)-packages/(?:torch|wandb)/|/chameleon_ft/(?!models/|data/|optim\.py)")
-_ENTRY_POINT: Final = "rank_main"  # a function of the training thread
-_BACKWARD: Final = "_engine_run_backward"  # the function of torch that waits for a backward, or runs it
-_BOOTSTRAP: Final = "_bootstrap"  # the function in which a thread begins that Python has started
+# Functions: one of the training thread; the one of torch that waits for a backward, or runs it; and the one in which a
+# thread begins that Python has started.
+_ENTRY_POINT: Final = "rank_main"
+_BACKWARD: Final = "_engine_run_backward"
+_BOOTSTRAP: Final = "_bootstrap"
 # faulthandler writes other characters than those of ASCII like this.
 _ESCAPED: Final = re.compile(r"\\(?:x([0-9a-f]{2})|u((?!d[89a-f])[0-9a-f]{4})|U(00(?:0[0-9a-f]|10)[0-9a-f]{4}))")
 

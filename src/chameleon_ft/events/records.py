@@ -1,16 +1,20 @@
-"""The records of a run, whose fields docs/files.md defines, and the summary derived from them. Times are in seconds."""
+"""The records that measure a run: its steps, incidents, switches and decisions. Times are in seconds."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal, Self, TypeAlias
+from typing import Annotated, Any, Final, Literal
 
-from chameleon_ft.errors import ConfigError
+from pydantic import BeforeValidator, Field
+
+from chameleon_ft.events.base import Count, Event, Number, Positive, Time, Workers, event
 from chameleon_ft.quantities import duration
+
+FORMAT: Final = 2
+"""Version of the records, in the event `started`. A field that is added with a default does not change it."""
 
 NoticedBy = Literal["child", "connection", "heartbeat", "watchdog", "peer", "self", "checksum"]
 """The detection paths; see `DETECTED_BY`."""
@@ -43,86 +47,71 @@ _REPROFILE: Final = (
 _SET_RESTART: Final = "set recovery.restart_cost_s to what a return to a checkpoint takes here"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Record:
-    """A flat record, written as one line of JSON."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields as JSON values."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Return the record with the fields of `to_json`; other keys are ignored.
-
-        Raises ConfigError if a field without a default is missing.
-        """
-        try:
-            values = {
-                field.name: data[field.name]
-                for field in dataclasses.fields(cls)
-                if field.name in data or field.default is dataclasses.MISSING
-            }
-        except KeyError as error:
-            raise ConfigError(
-                f"a {cls.__name__} without {error}: the file was written by another version of chameleon or is damaged"
-            ) from None
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunInfo(_Record):
-    """The model, the data and the layout of a run that starts or resumes.
+@event("started")
+class Started(Event):
+    """Training begins or resumes: `model`, `data`, `run`, `pipelines`, `stages`, `first_step`, `steps`, `generation`.
 
     `pipelines` has the workers of each pipeline by stage, `stages` the layers of each stage, such as "0-3". `steps` are
     those of the whole run, `horizon_steps` those that the schedule of the learning rate is made for. `checkpoint` is
-    the step of the restored state, None for initial weights.
+    the step of the restored state; null for fresh weights. `format` is the version of the records of the run.
     """
 
-    model: str
-    data: str
-    run: str
-    pipelines: tuple[tuple[int, ...], ...]
-    stages: tuple[str, ...]
-    first_step: int
-    steps: int
-    generation: int
-    checkpoint: int | None = None
-    horizon_steps: int | None = None
+    format: Annotated[int, Field(le=FORMAT)] = 1
+    model: str = ""
+    data: str = ""
+    run: str = ""
+    pipelines: tuple[Workers, ...]
+    stages: tuple[str, ...] = ()
+    first_step: Count = 0
+    steps: Positive
+    generation: Count = 0
+    checkpoint: Count | None = None
+    horizon_steps: Count | None = None
+
+
+def _nan_for_none(value: object) -> object:
+    return math.nan if value is None else value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepRecord(_Record):
-    """One committed optimizer step. `loss` and `grad_norm` are those before the update and before clipping.
+class StepRecord:
+    """One line of `metrics.jsonl`: a committed optimizer step.
 
-    `time` is when the first worker reported the commit, in Unix seconds. If `is_rest`, the step was interrupted and
-    completed, and `step_s` is the time since the commit before it, with the stall. If `is_skipped`, the step was bad
-    or had no loss terms, and has changed nothing: its loss is not a number, and no sample counts. For `data_wait_s`
-    seconds of it the slowest worker read samples.
+    Attributes:
+        step: Number of the step. After a return to a checkpoint a step occurs again, and the later line counts.
+        loss: Mean over the loss terms of the global batch, before the update; null in the file if it is no number.
+        grad_norm: Global norm of the gradient, before clipping.
+        lr: Learning rate of the update.
+        samples: Samples whose loss is in the gradient, as counted by the workers.
+        tokens: Loss terms, or the sum of their weights; for a language model the target tokens.
+        step_s: From the first operation of the step to its commit; of an interrupted step that was completed, from the
+            commit before it, so that the stall is included.
+        workers: Workers that took part.
+        generation: Generation that ran the step, or its rest.
+        time: When the first worker reported the commit, in Unix seconds.
+        is_rest: Whether the step was interrupted by a failure and completed.
+        is_skipped: Whether the step was [bad](corruption.md#bad-steps) or had no loss terms: it has changed nothing,
+            its `loss` is null, and it has no samples.
+        data_wait_s: Seconds of the step in which the slowest worker read samples.
     """
 
-    step: int
-    loss: float
+    step: Count
+    loss: Annotated[float, BeforeValidator(_nan_for_none)]
     grad_norm: float
     lr: float
-    samples: int
-    tokens: float
-    step_s: float
-    workers: int
-    generation: int
-    time: float
+    samples: Count
+    tokens: Annotated[float, Field(ge=0, le=1e15)]
+    step_s: Annotated[float, Field(gt=0, le=1e15)]
+    workers: Positive
+    generation: Count
+    time: Time
     is_rest: bool = False
     is_skipped: bool = False
-    data_wait_s: float = 0.0
+    data_wait_s: Number = 0.0
 
     def __post_init__(self) -> None:
         if self.step < 0 or self.step_s <= 0 or self.workers < 1:
             raise ValueError(f"a step needs step >= 0, step_s > 0 and workers >= 1; got {self}")
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """See `_Record`."""
-        return super(StepRecord, cls).from_json({**data, "loss": math.nan} if data.get("loss", 0) is None else data)
 
     @property
     def number(self) -> int:
@@ -145,21 +134,27 @@ class StepRecord(_Record):
         return {**dataclasses.asdict(self), "loss": loss, "tokens_per_s": self.tokens_per_s}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FailureRecord(_Record):
-    """One lost worker, and the phases of the recovery.
+@event("failure")
+class FailureRecord(Event):
+    """A worker was lost, and the recovery is complete: see below.
 
-    The phases follow each other: `detect_s` (None if the time of the failure is unknown) until the detection, `stop_s`
-    until every survivor had left its operation, `decide_s` until the plan was chosen, `transfer_s` in which layers
-    moved, and `regroup_s`, the rest until the first operation. `stall_s` is their sum.
+    The phases follow each other: `detect_s` until the detection, `stop_s` until every survivor had left its operation,
+    `decide_s` until the plan was chosen, `transfer_s` in which layers moved, and `regroup_s`, the rest until the first
+    operation.
 
-    `host` is where the worker ran; older runs have none. `repeated_s` are the seconds of a step whose work is repeated;
-    if `is_salvaged`, the interrupted step was completed from what survivors held of it. `failure_cost_steps` is that of
-    the record `FailureCostRecord`; None until then.
+    Attributes:
+        host: Where the worker ran; older runs have none.
+        detect_s: None if the time of the failure is unknown.
+        stall_s: The sum of the phases.
+        lost_layers: Layers without any holder left.
+        moved_bytes, rounds: Of the state that moved to other workers.
+        repeated_s: Seconds of a step whose work is repeated.
+        is_salvaged: Whether the interrupted step was completed from what survivors held of it.
+        failure_cost_steps: That of the `FailureCostRecord`; None until then.
     """
 
-    worker: int
-    step: int
+    worker: Count
+    step: Count
     cause: str
     host: str = ""
     noticed_by: NoticedBy
@@ -181,12 +176,13 @@ class FailureRecord(_Record):
     failure_cost_steps: float | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FailureCostRecord(_Record):
-    """The cost of an incident in steps, once the interrupted step is committed.
+@event("failure_cost")
+class FailureCostRecord(Event):
+    """An interrupted `step` is committed: `failure_cost_steps`, the cost of the incident in usual steps.
 
-    `failure_cost_steps` is the time between the commits before and after it, less the median of the steps before, over
-    that median. `predicted_steps` is the prediction, None if there was none. The incident ended `incident_generations`.
+    That is the time between the commits before and after it, less the median of the steps before, over that median.
+    `predicted_steps` is the prediction, null if there was none; and `incident_generations` the generations that
+    followed the incidents in this step.
     """
 
     incident_generations: tuple[int, ...]
@@ -195,14 +191,19 @@ class FailureCostRecord(_Record):
     predicted_steps: float | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JoinRecord(_Record):
-    """A better plan: for new workers, of which it uses `workers` and not `spares`; without those `drained`; or both.
+@event("join")
+class JoinRecord(Event):
+    """The run has switched to another plan: for new workers, without drained ones, or because it is better.
 
-    The run switches to it at the end of a step, or takes it after a failure. `stop_s` begins with the order to stop; it
-    is zero at a switch, for which no worker stops, and `stall_s` is the time from the last step before it to the first
-    operation after it. Before that, layers of `moved_bytes` may have moved for `migrate_s` seconds during training,
-    in so many `waves`. Other fields are those of a `FailureRecord`.
+    Or new workers were considered after a loss: see below. `stop_s` begins with the order to stop; it is zero at a
+    switch, for which no worker stops, and `stall_s` is the time from the last step before it to the first operation
+    after it. Before that, layers of `moved_bytes` may have moved for `migrate_s` seconds during training, in so many
+    `waves`. Other fields are those of a `FailureRecord`.
+
+    Attributes:
+        workers: New workers that the plan uses.
+        spares: New workers that it does not use.
+        drained: Workers that it does without.
     """
 
     workers: tuple[int, ...]
@@ -223,9 +224,9 @@ class JoinRecord(_Record):
     rounds: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OutcomeRecord(_Record):
-    """Measured results of a decision beside its predictions, which are None if there were none.
+@event("outcome")
+class OutcomeRecord(Event):
+    """Measured results of the decision of `generation`, beside its predictions, which are null if there were none.
 
     `measured_step_s` is the median over the `steps` committed under it, without the first if there are others: ten, or
     fewer if the next incident came before. `measured_stall_s` is from the last commit before to the first operation
@@ -259,10 +260,10 @@ class OutcomeRecord(_Record):
             step_error=self.step_error, stall_error=self.stall_error, stall_is_restart=self.policy == "restart"
         )
 
-    def to_json(self) -> dict[str, Any]:
+    def values(self) -> dict[str, Any]:
         """Return the fields, the errors and the warning as JSON values."""
         derived = {"step_error": self.step_error, "stall_error": self.stall_error, "warning": self.warning}
-        return {**dataclasses.asdict(self), **derived}
+        return {**Event.values(self), **derived}
 
     def describe(self) -> str:
         """Return "step 125 ms (predicted 123 ms, +1.6%), stall 100 ms (predicted 200 ms, -50.0%)"."""
@@ -295,87 +296,3 @@ def describe_untrusted(
     if not excesses:
         return None
     return f"prediction not to be trusted: {'; '.join(excesses)}. To do: {', and '.join(dict.fromkeys(remedies))}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Summary(_Record):
-    """Totals of a run, derived from its records; docs/files.md defines the fields."""
-
-    status: RunStatus
-    reason: str
-    steps: int
-    first_step: int = 0
-    final_loss: float | None
-    samples_seen: int
-    samples_lost: int
-    samples_repeated: int
-    samples_skipped: int = 0
-    failures: tuple[FailureRecord, ...]
-    median_step_s_before: float | None
-    median_step_s_after: float | None
-    outcomes: tuple[OutcomeRecord, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields as JSON values."""
-        return {**dataclasses.asdict(self), "outcomes": [outcome.to_json() for outcome in self.outcomes]}
-
-
-@dataclass(frozen=True, slots=True)
-class OtherRecord:
-    """An event that has no record type of its own; the fields are JSON values."""
-
-    event: str
-    fields: Mapping[str, Any]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields as JSON values."""
-        return dict(self.fields)
-
-
-RunRecord: TypeAlias = StepRecord | FailureRecord | FailureCostRecord | JoinRecord | OutcomeRecord | OtherRecord
-"""A record that is one line of a file of the run."""
-
-
-def summarize(
-    steps: Sequence[StepRecord],
-    failures: Sequence[FailureRecord],
-    outcomes: Sequence[OutcomeRecord] = (),
-    *,
-    samples_per_step: int,
-    first_step: int = 0,
-    status: RunStatus,
-    reason: str,
-) -> Summary:
-    """Derive the summary from the records in the order they were written.
-
-    `samples_per_step` is the size of the global batch, and `first_step` that of a forked run. A step that was recorded
-    twice was trained again after a return to a checkpoint; its last record counts.
-    """
-    committed = {record.step: record for record in steps}
-    last = max(committed, default=first_step - 1)
-    seen = sum(record.samples for record in committed.values())
-    skipped = samples_per_step * sum(record.is_skipped for record in committed.values())
-    losses = [committed[step].loss for step in sorted(committed) if not committed[step].is_skipped]
-    interrupted = {failure.step for failure in failures}
-    first_failure = min(interrupted, default=last + 1)
-    return Summary(
-        status=status,
-        reason=reason,
-        steps=len(committed),
-        first_step=first_step,
-        final_loss=losses[-1] if losses else None,
-        samples_seen=seen,
-        samples_lost=(last + 1 - first_step) * samples_per_step - seen - skipped,
-        samples_repeated=sum(record.samples for record in steps) - seen,
-        samples_skipped=skipped,
-        failures=tuple(failures),
-        median_step_s_before=_median(r.step_s for r in steps if r.step < first_failure),
-        median_step_s_after=_median(
-            r.step_s for r in steps if r.step > first_failure and r.step not in interrupted and not r.is_rest
-        ),
-        outcomes=tuple(outcomes),
-    )
-
-
-def _median(values: Iterable[float]) -> float | None:
-    return statistics.median(found) if (found := list(values)) else None

@@ -33,6 +33,7 @@ from chameleon_ft.coordinator.journal import Journal, LastEntry
 from chameleon_ft.coordinator.leadership import POLLS, Leadership, wait_for_silence
 from chameleon_ft.coordinator.lease import Claim, Lease, lease_of
 from chameleon_ft.errors import ChameleonError, ControlError, DeposedError, LeaseError, LiveRunError
+from chameleon_ft.events.kinds import BackgroundReplaced
 from chameleon_ft.events.records import RunStatus
 from chameleon_ft.launch.background import background
 from chameleon_ft.launch.processes import FORK, inspect, load_solvers, signals_handled, start_fork_server, unattended
@@ -182,7 +183,7 @@ async def serve_run(
             leadership=leadership,
         )
         replaced = "the process of background work {}; another one repeats its work"
-        executor.replaced = lambda why: recorder.event("background_replaced", reason=why, message=replaced.format(why))
+        executor.replaced = lambda why: recorder.record(BackgroundReplaced(reason=why, message=replaced.format(why)))
         # Its own journal has the whole state by now, or it begins a run anew.
         for journal in run.journals():
             if journal < run.journal_file(leadership.term):

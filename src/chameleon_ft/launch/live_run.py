@@ -6,18 +6,23 @@ import contextlib
 import ssl
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any, Final, TypeVar, get_args
+from typing import Final, TypeVar, get_args
 
 from websockets.exceptions import InvalidStatus, WebSocketException
 from websockets.sync.client import ClientConnection
 
 from chameleon_ft.config import SLOWNESS, FailureKind, FailurePhase
 from chameleon_ft.errors import ConfigError, ControlError
+from chameleon_ft.events import kinds
+from chameleon_ft.events.base import Event
+from chameleon_ft.events.decisions import PlanInForce
+from chameleon_ft.events.lines import Record
+from chameleon_ft.events.records import FailureRecord
 from chameleon_ft.protocol.codec import decode, encode
 from chameleon_ft.protocol.connection import blocking_connection
 from chameleon_ft.protocol.messages import (
@@ -33,14 +38,13 @@ from chameleon_ft.protocol.messages import (
 )
 from chameleon_ft.report.follower import RunWatcher
 from chameleon_ft.report.view import RunReport
-from chameleon_ft.storage.files import ControlAddress, RunDirectory, readable_lines
-from chameleon_ft.storage.recorder import RecordLine
+from chameleon_ft.storage.files import ControlAddress, RunDirectory
 
 _ANSWER_TIMEOUT_S: Final = 5.0
 _POLL_S: Final = 0.2
 _ENDING_S: Final = 5.0
-# These events say that a worker has left.
-_OUT: Final = ("drained", "failure", "join_failed")
+_OUT: Final = kinds.Drained, FailureRecord, kinds.JoinFailed
+"""Events of a worker that has left."""
 
 
 def request(run: RunDirectory, message: Message) -> Message:
@@ -94,9 +98,9 @@ def count_events(run: RunDirectory) -> int:
     return len(_events(run))
 
 
-def _events(run: RunDirectory) -> list[dict[str, Any]]:
+def _events(run: RunDirectory) -> list[Event]:
     """Return the events of a run; a damaged line of the past is no reason to fail."""
-    return list(readable_lines(run.events_file))
+    return run.readable_events()[0]
 
 
 _Asked = TypeVar("_Asked", bound=Message)
@@ -188,13 +192,13 @@ def _wait(run: RunDirectory, is_done: Callable[[ClientConnection], bool]) -> Non
         time.sleep(_POLL_S)
 
 
-def _saved(committed: int, events: Iterable[Mapping[str, Any]]) -> int | None:
+def _saved(committed: int, events: Iterable[Event]) -> int | None:
     """Return the step of a checkpoint of this or a later step. Raises ControlError if one could not be written."""
     for event in events:
-        if event["event"] in ("checkpoint", "checkpoint_failed") and event["step"] >= committed:
-            if event["event"] == "checkpoint_failed":
-                raise _not_written(event["step"], event["error"])
-            return int(event["step"])
+        if isinstance(event, kinds.CheckpointFailed) and event.step >= committed:
+            raise _not_written(event.step, event.error)
+        if isinstance(event, kinds.CheckpointComplete) and event.step >= committed:
+            return event.step
     return None
 
 
@@ -202,14 +206,14 @@ def _not_written(step: int, why: str) -> ControlError:
     return ControlError(f"the checkpoint of step {step} could not be written: {why}")
 
 
-def _remaining(workers: Iterable[int], events: Iterable[Mapping[str, Any]]) -> set[int]:
+def _remaining(workers: Iterable[int], events: Iterable[Event]) -> set[int]:
     """Return the workers that are not out yet. Raises ControlError if one of them stays."""
     remaining = set(workers)
     for event in events:
-        if event["event"] in _OUT:
-            remaining.discard(event["worker"])
-        elif event["event"] == "drain_failed" and (kept := sorted(remaining.intersection(event["workers"]))):
-            raise ControlError(f"there is no plan without the workers {kept}, which stay: {event['reason']}")
+        if isinstance(event, _OUT):
+            remaining.discard(event.worker)
+        elif isinstance(event, kinds.DrainFailed) and (kept := sorted(remaining.intersection(event.workers))):
+            raise ControlError(f"there is no plan without the workers {kept}, which stay: {event.reason}")
     return remaining
 
 
@@ -373,15 +377,15 @@ class RemoteWatcher(RunWatcher):
         super().__init__(copy.run, clock=time.time)
         self._copy = copy
 
-    def update(self) -> list[RecordLine]:
+    def update(self) -> list[Record]:
         """See `RunWatcher`. Raises ControlError if the coordinator does not answer."""
         for file in (self.run.metrics_file, self.run.events_file):
             self._copy.add_new(file.name)
-        lines = super().update()
-        plans = [fields["file"] for _, fields in lines if fields.get("event") == "plan"]
+        records = super().update()
+        plans = [record.file for record in records if isinstance(record, PlanInForce)]
         if plans:
             self._copy.add_new(plans[-1])
-        return lines
+        return records
 
     def report(self) -> RunReport:
         """See `RunWatcher`; the run is named by its address."""

@@ -238,7 +238,7 @@ def serve_page(
         report = watcher.report()
         if report.is_over:
             with contextlib.suppress(OSError):
-                replace_file(run.path / "metrics.prom", exposition(watcher.state, report)[0].decode(), mode=0o644)
+                replace_file(run.path / "metrics.prom", exposition(watcher.view, report)[0].decode(), mode=0o644)
         # A run that was ended from outside ends at once.
         if report.condition in ("finished", "failed"):
             has_told.wait(_SCRAPE_S)

@@ -20,7 +20,8 @@ from chameleon_ft.report.picture import Lane, WorkerReduction
 from chameleon_ft.schedule import CostModel, Operation, OperationKind, TimedOperation, Timeline
 from chameleon_ft.storage.timelines import RecordedStep
 
-_OperationKey: TypeAlias = tuple[int, OperationKind, LayerRange]  # worker, kind, layers
+_OperationKey: TypeAlias = tuple[int, OperationKind, LayerRange]
+"""Worker, kind and layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +190,8 @@ class _MeasuredCosts(CostModel):
     reductions_s: Mapping[LayerRange, float] = field(default_factory=dict, compare=False)
 
     def pace(self, worker: int) -> float:
-        return worker  # operations may take different times on any two workers
+        # Operations may take different times on any two workers.
+        return worker
 
     def compute_s(
         self, worker: int, kind: OperationKind, layers: LayerRange, *, recompute: RecomputedLayers | None = None
@@ -251,7 +253,8 @@ def _reduction_times(steps: Sequence[MeasuredStep]) -> dict[LayerRange, float]:
             layers for own in by_worker.values() for layers, n in Counter(each.layers for each in own).items() if n > 1
         }
         for own in by_worker.values():
-            free_s = -math.inf  # a worker reduces one after the other
+            # A worker reduces one after the other.
+            free_s = -math.inf
             for each in sorted(own, key=attrgetter("end_s")):
                 seconds = each.end_s - max(each.start_s, free_s)
                 shortest_s[each.layers] = min(seconds, shortest_s.get(each.layers, math.inf))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Final
 
@@ -16,6 +16,13 @@ _TOLD_SHARE: Final = 0.01
 def facts_of(report: RunReport) -> tuple[tuple[str, str], ...]:
     """Return the report as names and texts; unknown values are left out."""
     return tuple(_facts(report))
+
+
+def describe_damage(damaged: Sequence[str]) -> str:
+    """Return how many lines are left out, and the message about the first of them."""
+    if len(damaged) == 1:
+        return f"a line cannot be read, and is left out: {damaged[0]}"
+    return f"{counted(len(damaged), 'line')} cannot be read, and are left out; the first: {damaged[0]}"
 
 
 def _facts(report: RunReport) -> Iterator[tuple[str, str]]:

@@ -15,20 +15,21 @@ from matplotlib.patches import Patch
 
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.events.records import FailureRecord
+from chameleon_ft.events.summary import failures_in
 from chameleon_ft.quantities import duration
 from chameleon_ft.recovery.generation import GenerationSpec
 from chameleon_ft.report.comparison import planned_operations
 from chameleon_ft.report.picture import fit_title, require_picture, save_picture
 from chameleon_ft.report.schedule_picture import KIND_STYLES
 from chameleon_ft.schedule import OperationKind
-from chameleon_ft.storage.files import RunDirectory, failures_in
-from chameleon_ft.storage.readable import readable_events, readable_steps
+from chameleon_ft.storage.files import RunDirectory
 from chameleon_ft.storage.timelines import RecordedStep
 
 _STALL: Final = "#f6d5d5"
 _REDUCTION: Final = "#35195a"
 _LINE: Final = "#666666"
-_ROW_HEIGHT: Final = 0.24  # inches; all lengths below likewise
+# All lengths are in inches.
+_ROW_HEIGHT: Final = 0.24
 _MIN_HEIGHT: Final = 1.2
 _WIDTH: Final = 11.0
 _LEFT: Final = 0.9
@@ -40,17 +41,17 @@ _DPI: Final = 150
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """A failure and the records around it; times are Unix seconds, `lost` the workers that were lost together."""
+    """A failure and the records around it; times are Unix seconds, `lost` the workers that were lost
+    together, `commits` the times of the commits by step."""
 
     record: FailureRecord
     lost: tuple[int, ...]
-    resumed_at: float
-    commits: Mapping[int, float]  # step -> its commit
+    commits: Mapping[int, float]
     recorded: Sequence[RecordedStep]
 
     @property
     def failed_at(self) -> float:
-        return self.resumed_at - self.record.stall_s
+        return self.record.time - self.record.stall_s
 
 
 def draw_failure(
@@ -60,7 +61,7 @@ def draw_failure(
 
     Args:
         path: file to write or replace, with the suffix .svg, .png or .pdf.
-        number: of the failure in the run, from 1; workers lost together count as one.
+        number: The number of the failure in the run, from 1; workers lost together count as one.
         recorded: the recorded steps of the run.
 
     Raises:
@@ -83,7 +84,7 @@ def draw_failure(
     axes.set_yticks([row + 0.5 for row in range(len(workers))], [f"worker {worker}" for worker in workers], fontsize=8)
     axes.set_xlabel("seconds since the start of the interrupted step", fontsize=9)
     axes.tick_params(length=0, labelsize=8)
-    axes.axvspan(failure.failed_at - origin, failure.resumed_at - origin, color=_STALL, linewidth=0)
+    axes.axvspan(failure.failed_at - origin, failure.record.time - origin, color=_STALL, linewidth=0)
     for row, worker in enumerate(workers):
         own = [record for record in failure.recorded if record.worker == worker]
         for kind, spans in _spans(own, plans, origin).items():
@@ -118,29 +119,27 @@ def draw_failure(
 
 def _find(run: RunDirectory, number: int, recorded: Sequence[RecordedStep]) -> _Failure:
     """Find a failure and the records of the two steps that it concerns."""
-    incidents: dict[int, list[tuple[FailureRecord, float]]] = {}
-    events, steps = readable_events(run)[0], readable_steps(run)[0]
-    times = [event["time"] for event in events if event["event"] == "failure"]
-    for record, time in zip(failures_in(events), times, strict=True):
-        if record.stall_s and record.policy != "none":
-            incidents.setdefault(record.generation, []).append((record, time))
+    incidents: dict[int, list[FailureRecord]] = {}
+    for failure in failures_in(run.readable_events()[0]):
+        if failure.stall_s and failure.policy != "none":
+            incidents.setdefault(failure.generation, []).append(failure)
     known = f"it has {len(incidents)}" if incidents else "no failure interrupted it"
     if not 1 <= number <= len(incidents):
         raise ConfigError(f"--failure {number}: {run.path} has no such failure; {known}")
     found = list(incidents.values())[number - 1]
-    record, resumed_at = found[0]
-    commits = {step.step: step.time for step in steps}
+    record = found[0]
+    commits = {step.step: step.time for step in run.readable_steps()[0]}
     concerned = [
         each
         for each in recorded
-        if each.step in (record.step, record.step + 1) and each.time + each.end_s > resumed_at - record.stall_s
+        if each.step in (record.step, record.step + 1) and each.time + each.end_s > record.time - record.stall_s
     ]
     if not any(each.part == "interrupted" for each in concerned):
         raise ConfigError(
             f"--failure {number}: step {record.step}, which it interrupted, was not recorded; "
             "a run records such steps if timelines.every is above 0"
         )
-    return _Failure(record, tuple(sorted({each.worker for each, _ in found})), resumed_at, commits, concerned)
+    return _Failure(record, tuple(sorted({each.worker for each in found})), commits, concerned)
 
 
 def _describe(failure: _Failure) -> str:

@@ -23,8 +23,10 @@ if TYPE_CHECKING:
 
 _SUFFIXES: Final = (".svg", ".png", ".pdf")
 _TITLE_LINES: Final = 2
-_NARROWEST_LETTER: Final = 0.3  # width over font size
-_MIN_TITLE: Final = 0.7  # of the usual size of a title; one that would have to be smaller is shortened
+# The width of the narrowest letter over the font size.
+_NARROWEST_LETTER: Final = 0.3
+# A title that would have to be smaller than this share of the usual size is shortened.
+_MIN_TITLE: Final = 0.7
 
 
 def require_picture(path: Path) -> None:
@@ -67,7 +69,7 @@ def fit_title(title: str, *, width: float, size: float) -> tuple[str, float]:
     shrunk = size * min(1.0, width / _bold_width(title, size)) if title else size
     if shrunk >= least:
         return title, shrunk
-    most = int(width / (_NARROWEST_LETTER * least))  # more characters do not fit on a line
+    most = int(width / (_NARROWEST_LETTER * least))
     for characters in range(min(len(title), most), 0, -1):
         lines = textwrap.wrap(title, characters, max_lines=_TITLE_LINES, placeholder="…")
         if max(_bold_width(line, least) for line in lines) <= width:

@@ -60,15 +60,16 @@ _WORKER_GAP: Final = 6.0
 _LANE_GAP: Final = 1.5
 _PIPELINE_GAP: Final = 15.0
 _EDGE: Final = 6.0
-_REDUCTION_SHARE: Final = 0.22  # of the height of a strip
+_REDUCTION_SHARE: Final = 0.22
 _TICK_WIDTH: Final = 70.0
 _RIGHT: Final = 44.0
 _BOTTOM: Final = 76.0
 _MARGIN: Final = 10.0
 _TITLE_SIZE: Final = 13.0
 _NUMBER_SIZES: Final = (4.0, 8.0)
-_DIGIT_WIDTH: Final = 0.64  # of the font size
-_LETTER_WIDTH: Final = 0.7  # of the font size, at most, of a bold letter
+# The widths of a digit and of a bold letter, at most, over the font size.
+_DIGIT_WIDTH: Final = 0.64
+_LETTER_WIDTH: Final = 0.7
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,7 @@ class _OperationBox(NamedTuple):
     is_detour: bool
 
 
-_Sides: TypeAlias = tuple[float, float, float, float]  # as those of an operation
+_Sides: TypeAlias = tuple[float, float, float, float]
 
 
 def draw_schedule(

@@ -59,7 +59,8 @@ class StepHistory:
     _tokens_per_s: array[float] = field(default_factory=lambda: array("d"))
     _data_wait_s: array[float] = field(default_factory=lambda: array("d"))
     _workers: array[int] = field(default_factory=lambda: array("q"))
-    _plain: array[int] = field(default_factory=lambda: array("q"))  # indices of steps without a failure
+    # Indices of steps without a failure.
+    _plain: array[int] = field(default_factory=lambda: array("q"))
 
     def __len__(self) -> int:
         return len(self._step)
@@ -73,7 +74,8 @@ class StepHistory:
         self._tokens_per_s.append(record.tokens_per_s)
         self._data_wait_s.append(record.data_wait_s)
         self._workers.append(record.workers)
-        self._step.append(record.step)  # the last column: another thread may read as many rows as this one has
+        # The last column, because another thread may read as many rows as this one has.
+        self._step.append(record.step)
         if is_plain:
             self._plain.append(index)
         if record.step > self._highest:

@@ -6,14 +6,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal
 
+from chameleon_ft.events.lines import Record
 from chameleon_ft.events.records import (
     DETECTED_BY,
     FailureCostRecord,
     FailureRecord,
     JoinRecord,
-    OtherRecord,
     OutcomeRecord,
-    RunRecord,
     StepRecord,
 )
 from chameleon_ft.quantities import counted, data_size, duration, in_ranges, listed
@@ -25,6 +24,7 @@ PHASES: Final[Mapping[str, str]] = {
     "regroup_s": "regroup",
     "transfer_s": "transfer",
 }
+"""Fields of a stall's phases, in their order, and the names of the phases."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,22 +40,7 @@ class Notice:
         return asdict(self)
 
 
-def record_of(event: Mapping[str, Any]) -> RunRecord:
-    """Return the record of an event that was read from `events.jsonl`."""
-    match event["event"]:
-        case "failure":
-            return FailureRecord.from_json(event)
-        case "failure_cost":
-            return FailureCostRecord.from_json(event)
-        case "join":
-            return JoinRecord.from_json(event)
-        case "outcome":
-            return OutcomeRecord.from_json(event)
-        case name:
-            return OtherRecord(name, {key: value for key, value in event.items() if key not in ("event", "time")})
-
-
-def notices_of(record: RunRecord) -> tuple[Notice, ...]:
+def notices_of(record: Record) -> tuple[Notice, ...]:
     """Return the messages about a record; none about a step, or an event without a message."""
     match record:
         case FailureRecord():
@@ -71,10 +56,10 @@ def notices_of(record: RunRecord) -> tuple[Notice, ...]:
             text = f"after {counted(record.steps, 'step')} of {record.policy}: {record.describe()}"
             warnings = () if record.warning is None else (Notice(record.warning, "warning"),)
             return Notice(text, "note"), *warnings
-        case OtherRecord(event=name, fields=fields):
-            return (Notice(f"{name}: {message}", "note"),) if (message := fields.get("message")) else ()
         case StepRecord():
             return ()
+        case _:
+            return (Notice(f"{record.name}: {record.message}", "note"),) if record.message else ()
 
 
 def _failure(record: FailureRecord) -> Notice:

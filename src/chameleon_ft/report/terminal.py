@@ -1,15 +1,12 @@
-"""Output to a terminal, or without control codes to a file or a pipe; and the view of a run in it.
-
-Descriptions of records, as the terminal, `chameleon watch` and the page show them.
-"""
+"""Output to a terminal, or without control codes to a file or a pipe; and the view of a run in it."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, Final, cast
+from typing import IO, Final, cast
 
 from rich import box
 from rich.console import Console, Group
@@ -18,30 +15,23 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from chameleon_ft.events.lines import Record
 from chameleon_ft.events.records import (
     FailureRecord,
-    OtherRecord,
-    RunInfo,
-    RunRecord,
+    Started,
     StepRecord,
-    Summary,
 )
+from chameleon_ft.events.summary import Summary
 from chameleon_ft.quantities import duration
-from chameleon_ft.report.story import (
-    PHASES,
-    notices_of,
-)
+from chameleon_ft.report.story import PHASES, notices_of
 from chameleon_ft.storage.file_queue import FileQueue
 from chameleon_ft.storage.recorder import View
 
-"""Fields of a stall's phases, in their order, and the names of the phases."""
-
-
-_PLAIN_WIDTH = 120  # characters, of output that is no terminal and has no width of its own
+_PLAIN_WIDTH = 120
 _TRAILING_BLANKS = re.compile(r" +$", re.MULTILINE)
 _MAX_PIPELINES_SHOWN = 16
 _OUTPUT = Path("standard output")
-_MAX_WAITING = 10_000  # lines; then those of steps are left out
+_MAX_WAITING_LINES = 10_000
 TONES: Final = {"bad": "red", "good": "green", "note": "cyan", "warning": "bold yellow"}
 """Styles of what is told, by its tone."""
 
@@ -86,7 +76,7 @@ class TerminalView(View):
 
     A terminal may be stopped, and a pipe not read. Like a disk that does not answer, see `FileQueue`, that holds up no
     call for more than a moment; only `close` waits. `steps` and `files` are of a run that has started already; see
-    `RunInfo`.
+    `Started`.
     """
 
     def __init__(self, console: Console | None = None, *, steps: int = 0, files: str = "") -> None:
@@ -94,9 +84,20 @@ class TerminalView(View):
         self._queue = FileQueue()
         self._steps = steps
         self._files = files
-        self._has_heads = True  # of the columns, since the last banner
+        # Whether the heads of the columns were printed since the last banner.
+        self._has_heads = True
 
-    def started(self, info: RunInfo) -> None:
+    def show(self, record: Record) -> None:
+        """Print a step as a line, an incident or a switch in a frame, and other events that have a message."""
+        match record:
+            case StepRecord():
+                self._step(record)
+            case Started():
+                self._started(record)
+            case _:
+                self._tell(record)
+
+    def _started(self, info: Started) -> None:
         """Print the model, the data, the steps, the run directory and the layout."""
         self._steps, self._files = info.steps, info.run
         facts = facts_table()
@@ -113,9 +114,9 @@ class TerminalView(View):
         self._print(Padding(facts, (0, 0, 0, 2), expand=False))
         self._has_heads = False
 
-    def step(self, record: StepRecord) -> None:
+    def _step(self, record: StepRecord) -> None:
         """Print one line, unless very many wait."""
-        if self._queue.num_waiting > _MAX_WAITING:
+        if self._queue.num_waiting > _MAX_WAITING_LINES:
             return
         if not self._has_heads:
             self._has_heads = True
@@ -125,10 +126,6 @@ class TerminalView(View):
         self._print(
             f"{record.step:>7d}  {loss:>9}  {record.tokens_per_s:>10,.0f}  {record.step_s:>8.3f}  {record.workers:>7d}"
         )
-
-    def event(self, name: str, fields: Mapping[str, Any]) -> None:
-        """Print the `message` of an event that has one."""
-        self._tell(OtherRecord(name, fields))
 
     def finished(self, summary: Summary) -> None:
         """Print the closing tables."""
@@ -155,7 +152,7 @@ class TerminalView(View):
         title = Text(summary.status, style="bold")
         self._print(Panel(Group(*parts), title=title, title_align="left", box=self._box, expand=False))
 
-    def _tell(self, record: RunRecord) -> None:
+    def _tell(self, record: Record) -> None:
         """Print a record as lines, and what has facts in a frame."""
         for notice in notices_of(record):
             if not notice.facts:
@@ -169,8 +166,6 @@ class TerminalView(View):
             self._print(Panel(facts, title=head, title_align="left", border_style=colour, box=self._box, expand=False))
             self._has_heads = False
 
-    failure = failure_cost = outcome = join = _tell
-
     def _print(self, content: str | Text | Padding | Panel, *, style: str | None = None) -> None:
         def act() -> None:
             # Training does not depend on a display, whose output may go to a disk that is full, or to a closed pipe.
@@ -178,7 +173,8 @@ class TerminalView(View):
                 # A path or a message may contain square brackets, which are not markup.
                 self._console.print(content, style=style, markup=False, soft_wrap=isinstance(content, str | Text))
 
-        self._queue.news()  # raises an error of an earlier call
+        # This raises an error of an earlier call.
+        self._queue.news()
         self._queue.submit(_OUTPUT, act)
 
     def close(self) -> None:
@@ -198,7 +194,7 @@ def _failures_table(failures: Sequence[FailureRecord]) -> Table:
     return table
 
 
-def _layout(info: RunInfo) -> Table:
+def _layout(info: Started) -> Table:
     table = Table.grid(padding=(0, 3))
     table.add_row("", *(f"stage {number}" for number in range(len(info.stages))))
     table.add_row("", *(f"layers {layers}" for layers in info.stages))

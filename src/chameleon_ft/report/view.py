@@ -1,9 +1,4 @@
-"""The state of a run, from its records so far.
-
-The state of each worker of a run, from its events.
-
-The report on a run at one moment: what `chameleon status` prints, and the page and the metrics show.
-"""
+"""The story of a run, put together from its records, and the report on it that `chameleon status` and the page show."""
 
 from __future__ import annotations
 
@@ -11,18 +6,31 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from typing import Any, Final, Literal, Self, TypeAlias, get_args
 
 from chameleon_ft.config import RunConfig
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.events.records import RunStatus, StepRecord
+from chameleon_ft.events import decisions, kinds
+from chameleon_ft.events.base import Event
+from chameleon_ft.events.lines import Record
+from chameleon_ft.events.records import (
+    FailureCostRecord,
+    FailureRecord,
+    OutcomeRecord,
+    RunStatus,
+    Started,
+    StepRecord,
+)
 from chameleon_ft.quantities import duration
 from chameleon_ft.recovery import FailureModel
 from chameleon_ft.recovery.generation import GenerationSpec
+from chameleon_ft.report.conditions import Conditions
+from chameleon_ft.report.decisions import Decisions
+from chameleon_ft.report.incidents import Incidents
 from chameleon_ft.report.steps import Pace, StepHistory
 from chameleon_ft.storage.files import RunDirectory
 from chameleon_ft.storage.plans import read_generation
-from chameleon_ft.storage.recorder import RecordLine
 
 WorkerState: TypeAlias = Literal["live", "slow", "draining", "spare", "joining", "lost", "left"]
 
@@ -51,47 +59,50 @@ class WorkerBoard:
     hosts: dict[int, str] = field(default_factory=dict)
     speeds: dict[int, float] = field(default_factory=dict)
     link_speeds: dict[tuple[int, int], float] = field(default_factory=dict)
-    _detected: set[int] = field(default_factory=set)  # lost workers whose recovery is not recorded yet
+    # Lost workers whose recovery is not recorded yet.
+    _detected: set[int] = field(default_factory=set)
     _states: dict[int, WorkerState] = field(default_factory=dict)
 
-    def event(self, name: str, fields: Mapping[str, Any]) -> None:
+    def add(self, event: Event) -> None:
         """Take in an event."""
-        match name:
-            case "started":
+        match event:
+            case Started(pipelines=pipelines):
                 self.speeds.clear()
                 self.link_speeds.clear()
                 self._detected.clear()
-                self._states = {worker: "live" for pipeline in fields["pipelines"] for worker in pipeline}
-            case "host_joined":
-                self._set("joining", *fields["workers"])
-            case "respawn":
-                self._set("joining", fields["worker"])
-            case "joined":
-                self._set("live", fields["worker"])  # a spare, until a plan uses it
-                self.hosts[fields["worker"]] = fields["host"]
-            case "lost":
-                self._lost(fields)
-                self._detected.add(fields["worker"])
-            case "failure" if fields["worker"] in self._detected:
-                self._detected.discard(fields["worker"])  # it may be starting again by now
-            case "failure":
-                self._lost(fields)
-            case "join_failed" | "blocklisted":
-                self._set("lost", fields["worker"])
-            case "draining":
-                self._set("draining", *fields["workers"])
-            case "drain_failed":
-                self._set("live", *fields["workers"])
-            case "drained" | "left":
-                self._set("left", fields["worker"])
-            case "slow":
-                self.speeds[fields["worker"]] = fields["speed"]
-            case "recovered":
-                self.speeds.pop(fields["worker"], None)
-            case "slow_link":
-                self.link_speeds[_pair(fields)] = fields["speed"]
-            case "recovered_link":
-                self.link_speeds.pop(_pair(fields), None)
+                self._states = {worker: "live" for pipeline in pipelines for worker in pipeline}
+            case kinds.HostJoined(workers=workers):
+                self._set("joining", *workers)
+            case kinds.Respawn(worker=worker):
+                self._set("joining", worker)
+            case kinds.Joined(worker=worker, host=host):
+                # It is a spare until a plan uses it.
+                self._set("live", worker)
+                self.hosts[worker] = host
+            case kinds.Lost(worker=worker):
+                self._lost(event)
+                self._detected.add(worker)
+            # It may be starting again by now.
+            case FailureRecord(worker=worker) if worker in self._detected:
+                self._detected.discard(worker)
+            case FailureRecord():
+                self._lost(event)
+            case kinds.JoinFailed(worker=worker) | kinds.Blocklisted(worker=worker):
+                self._set("lost", worker)
+            case kinds.Draining(workers=workers):
+                self._set("draining", *workers)
+            case kinds.DrainFailed(workers=workers):
+                self._set("live", *workers)
+            case kinds.Drained(worker=worker) | kinds.Left(worker=worker):
+                self._set("left", worker)
+            case kinds.Slow(worker=worker, speed=speed):
+                self.speeds[worker] = speed
+            case kinds.Recovered(worker=worker):
+                self.speeds.pop(worker, None)
+            case kinds.SlowLink(workers=(one, other), speed=speed):
+                self.link_speeds[min(one, other), max(one, other)] = speed
+            case kinds.RecoveredLink(workers=(one, other)):
+                self.link_speeds.pop((min(one, other), max(one, other)), None)
 
     def by_state(self, in_plan: frozenset[int] | None = None) -> dict[WorkerState, tuple[int, ...]]:
         """Return the workers in each state, ascending.
@@ -109,21 +120,16 @@ class WorkerBoard:
             found[state].append(worker)
         return {state: tuple(found[state]) for state in WORKER_STATES if found[state]}
 
-    def _lost(self, fields: Mapping[str, Any]) -> None:
-        self._set("lost", fields["worker"])
-        if host := fields.get("host"):
-            self.hosts[fields["worker"]] = host
+    def _lost(self, event: kinds.Lost | FailureRecord) -> None:
+        self._set("lost", event.worker)
+        if event.host:
+            self.hosts[event.worker] = event.host
 
     def _set(self, state: WorkerState, *workers: int) -> None:
         for worker in workers:
             self._states[worker] = state
             if state in ("lost", "left", "joining"):
                 self.speeds.pop(worker, None)
-
-
-def _pair(fields: Mapping[str, Any]) -> tuple[int, int]:
-    first, second = sorted(fields["workers"])
-    return first, second
 
 
 Condition: TypeAlias = Literal["waiting", "training", "reading", "recovering", "silent", "lost"] | RunStatus
@@ -177,12 +183,13 @@ class Costs:
         """Seconds of all stalls."""
         return sum(seconds for phase, seconds in self.phases_s.items() if phase != "repeat")
 
-    def with_failure(self, phases: Mapping[str, float], *, cause: str, repeated_s: float, is_first: bool) -> Self:
+    def with_failure(self, failure: FailureRecord, *, is_first: bool) -> Self:
         """Add a lost worker. `is_first`: whether it is the first one of its incident, whose phases count."""
-        causes = dict(Counter({**self.causes, cause: self.causes.get(cause, 0) + 1}).most_common())
+        causes = dict(Counter({**self.causes, failure.cause: self.causes.get(failure.cause, 0) + 1}).most_common())
         if not is_first:
             return replace(self, failures=self.failures + 1, causes=causes)
-        added = {phase.removesuffix("_s"): seconds for phase, seconds in phases.items()} | {"repeat": repeated_s}
+        added = {phase.removesuffix("_s"): getattr(failure, phase) or 0.0 for phase in (*_PHASES, "repeated_s")}
+        added["repeat"] = added.pop("repeated")
         total = {phase: self.phases_s.get(phase, 0.0) + seconds for phase, seconds in added.items()}
         incidents = self.incidents + 1
         return replace(self, failures=self.failures + 1, incidents=incidents, phases_s=total, causes=causes)
@@ -203,22 +210,22 @@ class RunReport:
         at: when this was reported.
         began: when training began first; None if it has not.
         last: the newest committed step.
-        steps: those of the whole run.
-        pace: of the newest steps.
+        steps: The steps of the whole run.
+        pace: The pace of the newest steps.
         earlier: the pace to compare with.
         tokens: loss terms trained so far, each counted once.
         goodput: share of the time in which steps were trained that count, without stalls.
         eta_s: seconds until the last step, at this pace and goodput; None if it has ended or no step is committed.
-        generation: of the plan in force; 0 before the first.
+        generation: The generation of the plan in force; 0 before the first.
         policy: that proposed it.
         workers: by state.
-        hosts: of workers, as far as events name them.
-        speeds: of slow workers, relative to the others.
-        link_speeds: of slow links, "WORKER-WORKER".
+        hosts: The hosts of workers, as far as events name them.
+        speeds: The speeds of slow workers, relative to the others.
+        link_speeds: The speeds of slow links, by "WORKER-WORKER".
         checkpoint: the newest complete one.
         checkpoint_error: why the one after it failed, or cannot be read; None if none has.
         snapshot: the newest complete one.
-        costs: of failures.
+        costs: The costs of failures.
         next_failure_s: expected seconds until the next failure.
     """
 
@@ -271,69 +278,94 @@ class RunReport:
         return {**values, "unit": self.unit, "last_step_age_s": self.last_step_age_s}
 
 
-_SILENT_STEPS: Final = 10.0  # usual steps without a commit after which a run counts as silent
-_SILENT_S: Final = 10.0  # and seconds
+# A run without a commit for so many usual steps and seconds counts as silent.
+_SILENT_STEPS: Final = 10.0
+_SILENT_S: Final = 10.0
 _PHASES: Final = ("detect_s", "stop_s", "decide_s", "regroup_s", "transfer_s")
 
 
-@dataclass(frozen=True, slots=True)
-class Ending:
-    status: RunStatus
-    reason: str
+class RunView:
+    """The story of a run: `add` takes in its records in their order, and all that shows a run reads the rest.
 
-
-class RunState:
-    """Collects the records of a run in their order, and reports what follows from them.
+    It is changed in place, because the steps of a long run are many.
 
     Attributes:
-        config: of the run, as it was when this was made.
-        steps: the committed steps.
-        workers: the state of each worker.
-        events: all events, in their order.
-        arriving: layers that move to a worker while the run trains, such as "0-3, 7", by its number.
-        ending: how the run ended; None while it is live.
-        latest: time of the newest record, in Unix seconds of the clock of the records; None before the first.
+        steps: The committed steps.
+        workers: The state of each worker.
+        events: All events, in their order.
+        counts: The number of events of each type.
+        decisions: The decisions, with their losses and outcomes.
+        incidents: The lost workers, and what was done.
+        conditions: Other problems.
+        outcome: The newest measured outcome of a decision; None if there is none.
+        arriving: Layers that move to a worker while the run trains, such as "0-3, 7", by its number.
+        ending: How the run ended; None while it is live.
+        latest: Time of the newest record, in Unix seconds of the clock of the records; None before the first.
     """
 
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
-        self.config: RunConfig = run.config()
         self.steps = StepHistory()
         self.workers = WorkerBoard()
-        self.events: list[Mapping[str, Any]] = []
+        self.events: list[Event] = []
+        self.counts: Counter[type[Event]] = Counter()
+        self.decisions = Decisions()
+        self.incidents = Incidents()
+        self.conditions = Conditions()
+        self.outcome: OutcomeRecord | None = None
         self.arriving: Mapping[int, str] = {}
+        self.latest: float | None = None
+        self.ending: kinds.Finished | None = None
         self._costs = Costs()
         self._began: float | None = None
-        self._session: float | None = None  # when it was started or last resumed
-        self._up_s = 0.0  # seconds of the sessions before
-        self.latest: float | None = None
-        self.ending: Ending | None = None
-        self._unresolved: list[int] = []  # workers that are lost, with no step committed since
-        self._read = ""  # a sample that takes long to read, by which worker; likewise
+        # When the run was started or last resumed, and the seconds of the sessions before.
+        self._session: float | None = None
+        self._up_s = 0.0
+        # Workers that are lost, and the text of a sample that takes long to read, with no step committed since.
+        self._unresolved: list[int] = []
+        self._reading = ""
         self._generation, self._policy = 0, ""
         self._saved: dict[str, Saved] = {}
         self._error: str | None = None
         self._incident_generations: set[int] = set()
         self._plan: GenerationSpec | None = None
-        self._total_steps = self.config.steps
+        self._total_steps: int | None = None
 
-    def add(self, line: RecordLine) -> None:
-        """Take in a line of a file of the run."""
-        name, fields = line
-        if name == "metrics":
-            self.steps.add(StepRecord.from_json(fields))
+    @cached_property
+    def config(self) -> RunConfig:
+        """The configuration of the run, as it was when it was needed first."""
+        return self._run.config()
+
+    @classmethod
+    def of_events(cls, run: RunDirectory) -> tuple[Self, list[str]]:
+        """Return what the events of a run tell, without its steps, and a message about each damaged line."""
+        view, (events, damaged) = cls(run), run.readable_events()
+        for event in events:
+            view.add(event)
+        return view, damaged
+
+    def add(self, record: Record) -> None:
+        """Take in the next record."""
+        if isinstance(record, StepRecord):
+            self.steps.add(record)
             self._unresolved.clear()
-            self._read = ""
+            self._reading = ""
         else:
-            self._event(fields["event"], fields["time"], fields)
-        self.latest = max(fields["time"], self.latest or 0.0)
+            self.events.append(record)
+            self.counts[type(record)] += 1
+            self.workers.add(record)
+            self.decisions.add(record)
+            self.incidents.add(record)
+            self.conditions.add(record)
+            self._add(record)
+        self.latest = max(record.time, self.latest or 0.0)
 
     def report(self, now: float, *, has_coordinator: bool | None) -> RunReport:
         """Return the state of the run.
 
         Args:
             now: in Unix seconds.
-            has_coordinator: whether its coordinator lives; None: not known.
+            has_coordinator: True if its coordinator lives; None: not known.
         """
         last, pace = self.steps.last, self.steps.recent
         plan = self.plan
@@ -344,7 +376,8 @@ class RunState:
         has_ended = self.ending is not None
         if has_ended:  # no worker trains any more
             workers = {state: each for state, each in workers.items() if state in ("lost", "left")}
-        left = self._total_steps - (0 if last is None else last.step + 1)
+        steps = self.config.steps if self._total_steps is None else self._total_steps
+        left = steps - (0 if last is None else last.step + 1)
         goodput = self._goodput
         eta_s = (
             None if has_ended or condition == "lost" or pace is None or not goodput else left * pace.step_s / goodput
@@ -356,7 +389,7 @@ class RunState:
             at=now,
             began=self._began,
             last=last,
-            steps=self._total_steps,
+            steps=steps,
             pace=pace,
             earlier=self.steps.earlier(now),
             tokens=self.steps.tokens,
@@ -386,45 +419,39 @@ class RunState:
                 self.workers.hosts.update(self._plan.costs.cluster.hosts)
         return self._plan if self._plan is not None and self._plan.generation == self._generation else None
 
-    def _event(self, name: str, time: float, fields: Mapping[str, Any]) -> None:
-        self.events.append(fields)
-        self.workers.event(name, fields)
-        match name:
-            case "started":
+    def _add(self, event: Event) -> None:
+        match event:
+            case Started(time=time, steps=steps):
                 if self._session is not None and self.latest is not None:
                     self._up_s += self.latest - self._session
                 self._began = time if self._began is None else self._began
-                self._session, self.ending, self._total_steps = time, None, fields["steps"]
+                self._session, self.ending, self._total_steps = time, None, steps
                 self._unresolved.clear()
-                self._read = ""
-            case "waiting" if "limit_s" in fields:
-                self._read = f"worker {fields['worker']} has been {fields['doing']} for {duration(fields['since_s'])}"
-            case "plan":
-                self._generation, self._policy = fields["generation"], fields["policy"]
+                self._reading = ""
+            case kinds.Waiting(limit_s=float()):
+                self._reading = f"worker {event.worker} has been {event.doing} for {duration(event.since_s)}"
+            case decisions.PlanInForce(generation=generation, policy=policy):
+                self._generation, self._policy = generation, policy
                 self.arriving = {}
-            case "migration":
-                self.arriving = {int(worker): layers for worker, layers in fields.get("arriving", {}).items()}
-            case "lost":
-                self._unresolved.append(fields["worker"])
-            case "failure":
-                self._failed(fields)
-            case "failure_cost":
-                self._costs = self._costs.with_steps(fields["failure_cost_steps"])
-            case "checkpoint" | "snapshot":
-                self._saved[name] = Saved(step=fields["step"], time=time)
-                self._error = None if name == "checkpoint" else self._error
-            case "checkpoint_failed" | "checkpoint_unreadable":
-                self._error = f"step {fields['step']}: {fields['error']}"
-            case "finished":
-                self.ending = Ending(fields["status"], fields["reason"])
-
-    def _failed(self, fields: Mapping[str, Any]) -> None:
-        is_first = fields["generation"] not in self._incident_generations
-        self._incident_generations.add(fields["generation"])
-        phases = {phase: fields.get(phase) or 0.0 for phase in _PHASES}
-        self._costs = self._costs.with_failure(
-            phases, cause=fields["cause"], repeated_s=fields.get("repeated_s") or 0.0, is_first=is_first
-        )
+            case decisions.Migration(arriving=arriving):
+                self.arriving = arriving
+            case kinds.Lost(worker=worker):
+                self._unresolved.append(worker)
+            case FailureRecord(generation=generation):
+                self._costs = self._costs.with_failure(event, is_first=generation not in self._incident_generations)
+                self._incident_generations.add(generation)
+            case FailureCostRecord(failure_cost_steps=steps_lost):
+                self._costs = self._costs.with_steps(steps_lost)
+            case OutcomeRecord():
+                self.outcome = event
+            case kinds.CheckpointComplete(step=step, time=time):
+                self._saved["checkpoint"], self._error = Saved(step, time), None
+            case kinds.SnapshotComplete(step=step, time=time):
+                self._saved["snapshot"] = Saved(step, time)
+            case kinds.CheckpointFailed(step=step, error=error) | kinds.CheckpointUnreadable(step=step, error=error):
+                self._error = f"step {step}: {error}"
+            case kinds.Finished():
+                self.ending = event
 
     def _condition(self, now: float, *, has_coordinator: bool | None) -> tuple[Condition, str]:
         if self.ending is not None:
@@ -436,8 +463,8 @@ class RunState:
         if self._unresolved:
             numbers = ", ".join(map(str, self._unresolved))
             return "recovering", f"lost {numbers}; no step is committed since"
-        if self._read:
-            return "reading", self._read
+        if self._reading:
+            return "reading", self._reading
         pace, latest = self.steps.recent, self.latest or now
         limit_s = max(_SILENT_S, _SILENT_STEPS * (0.0 if pace is None else pace.step_s))
         if now - latest > limit_s:

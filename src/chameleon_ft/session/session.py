@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from chameleon_ft.config import FailureKind, FailurePhase, RunConfig
 from chameleon_ft.errors import CheckpointError, ConfigError, RunFailedError
+from chameleon_ft.events.base import Event
 from chameleon_ft.events.records import RunStatus, StepRecord
 from chameleon_ft.report.follower import RunWatcher
 from chameleon_ft.report.view import RunReport
@@ -149,13 +150,10 @@ class Session:
         self._raise_failure()
 
     def _read(self) -> None:
-        for line in self._watcher.update_readable():
-            name, fields = line
-            if name == "metrics":
-                step = StepRecord.from_json(fields)
-                if step.step > self._last_step:
-                    self._last_step = step.step
-                    self._steps.append(step)
+        for record in self._watcher.update_readable():
+            if isinstance(record, StepRecord) and record.step > self._last_step:
+                self._last_step = record.step
+                self._steps.append(record)
 
     @property
     def directory(self) -> Path:
@@ -190,9 +188,10 @@ class Session:
         return self._watcher.report()
 
     @property
-    def events(self) -> list[Any]:
+    def events(self) -> list[Event]:
         """All events of the run until now, in their order."""
-        return self._watcher.run.events()
+        self._read()
+        return list(self._watcher.view.events)
 
     def wait(self) -> RunStatus:
         """Wait until the run has ended, and return how. Raises RunFailedError if it has failed."""

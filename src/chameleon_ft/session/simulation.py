@@ -37,7 +37,6 @@ from chameleon_ft.simulate.recorded import (
 )
 from chameleon_ft.simulate.run import MAX_VARIED, SIMULATED_POLICIES, SWEPT, Scene
 from chameleon_ft.storage.files import RunDirectory
-from chameleon_ft.storage.readable import damage_named
 
 _DAY_S: Final = 86_400.0
 _YEAR_DAYS: Final = 365.0
@@ -165,11 +164,10 @@ def _recorded_case(given: SimulateRequest, path: Path) -> SimulateCase:
         if flag not in _WITH_RUN:
             raise ConfigError(f"{flag}: the run {path} determines what is simulated; leave out either --run or {flag}")
     run = RunDirectory.open(path)
-    with damage_named(run):
-        recorded = recorded_run(run, measured_parameters([run]))
-        changes, duration_s = recorded_changes(run)
-        samples = sum({step.step: step.samples for step in run.steps()}.values())
-        timed_checkpoints = len(recorded_copies_s(run))
+    recorded = recorded_run(run, measured_parameters([run]))
+    changes, duration_s = recorded_changes(run)
+    samples = sum({step.step: step.samples for step in run.steps()}.values())
+    timed_checkpoints = len(recorded_copies_s(run))
     if not samples:
         raise ConfigError(f"--run {path}: no step was committed; give a run that has trained")
     costs, workers = recorded.costs, len(recorded.costs.cluster.workers)

@@ -13,12 +13,15 @@ from typing import Any, Final
 from chameleon_ft.cost.step import estimate_step
 from chameleon_ft.cost.transition import StallModel
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.events.decisions import DecisionStory, decision_stories
-from chameleon_ft.events.records import FailureRecord
+from chameleon_ft.events.base import Event
+from chameleon_ft.events.decisions import Prepared
+from chameleon_ft.events.kinds import CheckpointComplete, Joined, SnapshotComplete
+from chameleon_ft.events.records import FailureRecord, JoinRecord, Started
 from chameleon_ft.plan import Plan
 from chameleon_ft.recovery import DecisionContext
 from chameleon_ft.recovery.generation import GenerationSpec
 from chameleon_ft.recovery.symmetry import loss_classes
+from chameleon_ft.report.decisions import Decisions, DecisionStory
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.simulate.parameters import Parameters
 from chameleon_ft.simulate.traces.trace import Fault, Trace
@@ -98,12 +101,11 @@ def recorded_changes(run: RunDirectory) -> tuple[tuple[Change, ...], float]:
     began_at = _began_at(run, events)
     changes = []
     for event in events:
-        if event["event"] == "failure":
-            failure = FailureRecord.from_json(event)
-            changes.append(Change(event["time"] - failure.stall_s - began_at, failure.worker, is_lost=True))
-        elif event["event"] == "joined":
-            changes.append(Change(event["time"] - began_at, event["worker"], is_lost=False))
-    return tuple(sorted(changes)), events[-1]["time"] - began_at
+        if isinstance(event, FailureRecord):
+            changes.append(Change(event.time - event.stall_s - began_at, event.worker, is_lost=True))
+        elif isinstance(event, Joined):
+            changes.append(Change(event.time - began_at, event.worker, is_lost=False))
+    return tuple(sorted(changes)), events[-1].time - began_at
 
 
 def trace_of_changes(changes: Iterable[Change], *, workers: int, duration_s: float, name: str = "") -> Trace:
@@ -153,20 +155,20 @@ def measured_parameters(
 
 def recorded_copies_s(run: RunDirectory) -> list[float]:
     """Return the seconds of the stop for each checkpoint; runs of old versions do not record them."""
-    checkpoints = (event for event in run.events() if event["event"] == "checkpoint")
-    return [float(event["copy_s"]) for event in checkpoints if "copy_s" in event]
+    checkpoints = (event for event in run.events() if isinstance(event, CheckpointComplete))
+    return [event.copy_s for event in checkpoints if event.copy_s is not None]
 
 
-def _add_phases(seen: dict[str, list[float]], events: Sequence[Mapping[str, Any]]) -> None:
+def _add_phases(seen: dict[str, list[float]], events: Sequence[Event]) -> None:
     """Add the phases of single losses, and the searches that follow them during training.
 
     The phases of several losses at once overlap, but for the search and the regrouping.
     """
     losses: dict[int, list[FailureRecord]] = defaultdict(list)
     for event in events:
-        if event["event"] == "failure":
-            losses[event["generation"]].append(FailureRecord.from_json(event))
-    stories = decision_stories(events)
+        if isinstance(event, FailureRecord):
+            losses[event.generation].append(event)
+    stories = Decisions.of(events).stories()
     decisions = [story.decided for story in stories]
     prepared = {each.generation: each.prepared or each.salvaged is not None for each in decisions if each.lost}
     seen["search_s"] += [each.search_s for each in decisions if each.trigger == "review"]
@@ -183,15 +185,15 @@ def _add_phases(seen: dict[str, list[float]], events: Sequence[Mapping[str, Any]
                 seen["detect_s"].append(first.detect_s)
 
 
-def _migration_factors(stories: Iterable[DecisionStory], events: Iterable[Mapping[str, Any]]) -> list[float]:
+def _migration_factors(stories: Iterable[DecisionStory], events: Iterable[Event]) -> list[float]:
     """Return the seconds of each migration over those that messages and links explain.
 
     One in several waves trains a step between them.
     """
     taken_s = {
-        event["generation"]: event["migrate_s"]
+        event.generation: event.migrate_s
         for event in events
-        if event["event"] == "join" and event.get("migrate_s", 0.0) > 0 and event.get("waves") == 1
+        if isinstance(event, JoinRecord) and event.migrate_s > 0 and event.waves == 1
     }
     return [
         taken_s[decided.generation] * decided.corrections.migration / best.migration_s
@@ -200,11 +202,11 @@ def _migration_factors(stories: Iterable[DecisionStory], events: Iterable[Mappin
     ]
 
 
-def _searches_s(events: Sequence[Mapping[str, Any]], plans: Mapping[int, GenerationSpec]) -> list[float]:
+def _searches_s(events: Sequence[Event], plans: Mapping[int, GenerationSpec]) -> list[float]:
     """Return the mean seconds of a decision that was prepared during training, for each preparation."""
     found = []
     for event in events:
-        if event["event"] == "prepared" and event["losses"] and (planned := plans.get(event["generation"])) is not None:
+        if isinstance(event, Prepared) and event.losses and (planned := plans.get(event.generation)) is not None:
             context = DecisionContext(
                 plan=planned.plan,
                 in_flight_limits={},
@@ -213,7 +215,7 @@ def _searches_s(events: Sequence[Mapping[str, Any]], plans: Mapping[int, Generat
                 repeat_s=0.0,
                 restart_cost_s=0.0,
             )
-            found.append(event["prepare_s"] / len(loss_classes(context)))
+            found.append(event.prepare_s / len(loss_classes(context)))
     return found
 
 
@@ -236,7 +238,7 @@ def _steps_between_checkpoints(run: RunDirectory) -> float:
     config = run.config()
     if config.checkpoint.every != "auto":
         return config.checkpoint.every
-    return _median_gap(run, "checkpoint") or config.steps
+    return _median_gap(run, CheckpointComplete) or config.steps
 
 
 def _steps_between_snapshots(run: RunDirectory) -> int:
@@ -245,11 +247,11 @@ def _steps_between_snapshots(run: RunDirectory) -> int:
     if not config.snapshots.every:
         return 0
     most = config.steps if config.snapshots.every == "auto" else config.snapshots.every
-    return round(_median_gap(run, "snapshot") or most)
+    return round(_median_gap(run, SnapshotComplete) or most)
 
 
-def _median_gap(run: RunDirectory, event: str) -> float | None:
-    steps = [each["step"] for each in run.events() if each["event"] == event]
+def _median_gap(run: RunDirectory, kind: type[CheckpointComplete | SnapshotComplete]) -> float | None:
+    steps = [each.step for each in run.events() if isinstance(each, kind)]
     gaps = [after - before for before, after in itertools.pairwise(steps) if after > before]
     return statistics.median(gaps) if gaps else None
 
@@ -272,8 +274,8 @@ def _first(run: RunDirectory) -> GenerationSpec:
     return replace(first, costs=CostModel(measured[-1].costs.workload, first.costs.cluster), costs_from="measured")
 
 
-def _began_at(run: RunDirectory, events: Sequence[Mapping[str, Any]]) -> float:
-    begun = [float(event["time"]) for event in events if event["event"] == "started"]
+def _began_at(run: RunDirectory, events: Sequence[Event]) -> float:
+    begun = [event.time for event in events if isinstance(event, Started)]
     if len(begun) != 1:
         what = "it was resumed" if begun else "it never began to train"
         raise ConfigError(f"{run.path}: {what}; give a run that was not cut short")

@@ -59,7 +59,7 @@ def checked_files(
 
     Args:
         part: the name of the layer, with the step.
-        mark: of its checkpoint; see `read_mark`.
+        mark: The mark of its checkpoint; see `read_mark`.
         place: where it is kept, for messages.
 
     Raises:
@@ -174,8 +174,10 @@ def _mark(storage: Storage, step: int, content: dict[str, Any]) -> None:
     if any(name.endswith(ARCHIVE) for name in names):
         sizes = sorted(storage.sizes(folder).items())
         content["archives"] = {name: size for name, size in sizes if name.endswith(ARCHIVE)}
-    storage.remove(f"{folder}/{_DAMAGED}")  # of an earlier checkpoint of this step
-    storage.write(f"{folder}/{_COMPLETE}", sealed(content))  # last, because it is complete from then on
+    # An earlier checkpoint of this step may have been damaged.
+    storage.remove(f"{folder}/{_DAMAGED}")
+    # Last, because the checkpoint is complete from then on.
+    storage.write(f"{folder}/{_COMPLETE}", sealed(content))
     storage.sync(folder, "")
 
 
@@ -289,7 +291,7 @@ def prune_checkpoints(
 
     Args:
         agreed: the newest complete one up to this step stays, too.
-        base: that of this step stays, too.
+        base: The checkpoint of this step stays, too.
     """
     storage = storage_of(checkpoints)
     complete = complete_checkpoints(storage)

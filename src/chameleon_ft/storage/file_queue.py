@@ -18,7 +18,7 @@ from chameleon_ft.storage.files import remove_unfinished_line, replace_file
 
 _PATIENCE_S: Final = 0.25
 _ANNOUNCED_AFTER_S: Final = 3.0
-_RETRY_S: Final = 0.1  # wait before a failed operation is tried again; twice as long before each that follows
+_RETRY_S: Final = 0.1
 _RETRY_MAX_S: Final = 5.0
 _LONGEST_BYTES: Final = 64 << 20
 _PASSING: Final = frozenset(
@@ -66,8 +66,8 @@ class _Operation:
     path: Path
     act: Callable[[], object]
     failed: Callable[[OSError], object] | None = None
-    line: bytes = b""  # to append
-    num_written: int = 0  # bytes of it that are in the file
+    line: bytes = b""
+    num_bytes_written: int = 0
     begun_at_s: float | None = None
     error: OSError | None = None
 
@@ -91,7 +91,7 @@ class FileQueue(AbstractContextManager["FileQueue"]):
       late, and leave the other coordinator's content there replaced, or that file removed, until it is written again.
 
     Args:
-        longest_bytes: of appended lines that wait; any more are dropped, so that the oldest are kept.
+        longest_bytes: Bytes of appended lines that may wait; any more are dropped, so that the oldest are kept.
         may_write: called in the thread.
         patience_s: 0: no method waits at all.
     """
@@ -110,14 +110,15 @@ class FileQueue(AbstractContextManager["FileQueue"]):
         # The oldest first; that one stays here while it is carried out.
         self._waiting: OrderedDict[int, _Operation] = OrderedDict()
         self._next = 0
-        self._bytes = 0  # of lines in it
+        self._bytes = 0
         self._dropped = 0
-        self._late_since_s: float | None = None  # monotonic seconds
+        self._late_since_s: float | None = None
         self._is_announced = False
         self._is_closed = False
         self._is_abandoned = False
         self._broken: Exception | None = None
-        self._open: dict[Path, int] = {}  # used in the thread only
+        # Used in the thread only.
+        self._open: dict[Path, int] = {}
         self._thread = threading.Thread(target=self._work, name="files", daemon=True)
         self._thread.start()
 
@@ -331,5 +332,5 @@ class FileQueue(AbstractContextManager["FileQueue"]):
                 raise _NOT_NOW
             remove_unfinished_line(descriptor)
             self._open[path] = descriptor
-        while rest := operation.line[operation.num_written :]:
-            operation.num_written += os.write(self._open[path], rest)
+        while rest := operation.line[operation.num_bytes_written :]:
+            operation.num_bytes_written += os.write(self._open[path], rest)

@@ -1,7 +1,4 @@
-"""The run directory: paths of its files, and their reading and writing, except for plans and timelines.
-
-Files of lines, each a JSON object.
-"""
+"""The run directory: the paths of its files, and their reading and writing, except for plans and timelines."""
 
 from __future__ import annotations
 
@@ -10,20 +7,25 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
 from chameleon_ft.clock import unix_s
 from chameleon_ft.config import RunConfig, config_to_toml, config_type, parse_config, read_recorded_toml
 from chameleon_ft.errors import ConfigError, describe_invalid
-from chameleon_ft.events.records import FailureRecord, OutcomeRecord, StepRecord, Summary
+from chameleon_ft.events.base import Event
+from chameleon_ft.events.kinds import BadStep
+from chameleon_ft.events.lines import parse_event, parse_step
+from chameleon_ft.events.records import FailureRecord, StepRecord
+from chameleon_ft.events.summary import Summary, failures_in
 from chameleon_ft.storage.run_lock import RunLock
+
+_T = TypeVar("_T")
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -46,6 +48,24 @@ def readable_lines(path: Path) -> Iterator[dict[str, Any]]:
         with suppress(ValueError, RecursionError):
             if isinstance(found := json.loads(line), dict):
                 yield found
+
+
+def parsed_lines(path: Path, parse: Callable[[bytes], _T]) -> tuple[list[_T], list[str]]:
+    """Return the values of the lines of a file in their order, and a message about each line that is left out.
+
+    `parse` raises ConfigError at a damaged line. An unfinished last line, as after a crash, is no damage.
+
+    Raises ConfigError if the file cannot be read.
+    """
+    values: list[_T] = []
+    damaged: list[str] = []
+    for number, line in enumerate(raw_lines(path), start=1):
+        try:
+            values.append(parse(line))
+        except ConfigError as error:
+            if line.endswith(b"\n"):
+                damaged.append(f"{path}, line {number}: {error}")
+    return values, damaged
 
 
 def raw_lines(path: Path) -> list[bytes]:
@@ -95,21 +115,21 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.config_file = path / "config.toml"  # the resolved configuration
-        self.start_plan_file = path / "plan.json"  # a copy of the configured initial plan, if any
-        self.profile_file = path / "profile.json"  # a copy of the configured profile, if any
-        self.metrics_file = path / "metrics.jsonl"  # one StepRecord per line
-        self.events_file = path / "events.jsonl"  # one event per line: `event`, its name, and `time`, in Unix seconds
-        self.faults_file = path / "faults.jsonl"  # see `FaultLog`
-        self.summary_file = path / "summary.json"  # the Summary, written when the run ends
-        self.control_file = path / "control.json"  # the ControlAddress while the run is live; holds the join token
-        self.checkpoints = path / "checkpoints"  # a folder per checkpoint
-        self.terms = path / "terms"  # a file per term of a coordinator; see `chameleon_ft.coordinator.lease.files`
-        self.tls = path / "tls"  # certificates that were generated for this run; see `control.wire.tls`
-        self.logs = path / "logs"  # the output of each process
-        self.incidents = path / "incidents"  # evidence of hangs; each event `hang` names its file
-        self.plans = path / "plans"  # see `plan_file`
-        self.timelines = path / "timelines"  # see `timeline_file`
+        self.config_file = path / "config.toml"
+        self.start_plan_file = path / "plan.json"
+        self.profile_file = path / "profile.json"
+        self.metrics_file = path / "metrics.jsonl"
+        self.events_file = path / "events.jsonl"
+        self.faults_file = path / "faults.jsonl"
+        self.summary_file = path / "summary.json"
+        self.control_file = path / "control.json"
+        self.checkpoints = path / "checkpoints"
+        self.terms = path / "terms"
+        self.tls = path / "tls"
+        self.logs = path / "logs"
+        self.incidents = path / "incidents"
+        self.plans = path / "plans"
+        self.timelines = path / "timelines"
 
     @classmethod
     def create(cls, path: Path, config: RunConfig) -> RunDirectory:
@@ -128,9 +148,10 @@ class RunDirectory:
             run._copy_files_of(config)
             replace_file(run.config_file, config_to_toml(config), mode=0o644, is_synced=True)
         except OSError as error:
-            if is_made and not isinstance(error, FileExistsError):  # else it is another process's by now
+            # A directory that exists by now is another process's.
+            if is_made and not isinstance(error, FileExistsError):
                 shutil.rmtree(run.path, ignore_errors=True)
-            place = f"{error.filename}: " if error.filename else ""  # which may be a file that is copied
+            place = f"{error.filename}: " if error.filename else ""
             raise ConfigError(
                 f"--output-dir {path}: cannot be made: {place}{error.strerror}; take another directory"
             ) from None
@@ -158,7 +179,7 @@ class RunDirectory:
         run = cls(path.absolute())
         try:
             exists, is_run = path.exists(), run.config_file.is_file()
-        except OSError as error:  # a name that is too long, or a directory of another user
+        except OSError as error:
             raise ConfigError(
                 f"{path}: cannot be read: {error.strerror}; give the directory that a run printed as its files"
             ) from None
@@ -212,34 +233,33 @@ class RunDirectory:
             if file is not None and not (copy.exists() and file.samefile(copy)):
                 shutil.copyfile(file, copy)
 
-    def steps(self) -> list[StepRecord]:
-        """Read the committed steps in the order they were written."""
-        return [StepRecord.from_json(line) for line in read_lines(self.metrics_file)]
+    def readable_steps(self) -> tuple[list[StepRecord], list[str]]:
+        """Read the committed steps in the order they were written; see `parsed_lines`."""
+        return parsed_lines(self.metrics_file, parse_step)
 
-    def events(self) -> list[dict[str, Any]]:
-        """Read the events in the order they were written. Raises ConfigError at a line that is none."""
-        events: list[Any] = list(read_lines(self.events_file))
-        for number, event in enumerate(events, start=1):
-            if not (isinstance(event, dict) and isinstance(event.get("event"), str)):
-                raise ConfigError(f"{self.events_file}, line {number}: is not an event; the file is damaged")
-        return events
+    def readable_events(self) -> tuple[list[Event], list[str]]:
+        """Read the events in the order they were written; see `parsed_lines`."""
+        return parsed_lines(self.events_file, parse_event)
+
+    def steps(self) -> list[StepRecord]:
+        """As `readable_steps`, but raise ConfigError at a damaged line."""
+        return _whole(self.readable_steps())
+
+    def events(self) -> list[Event]:
+        """As `readable_events`, but raise ConfigError at a damaged line."""
+        return _whole(self.readable_events())
 
     def skipped_steps(self) -> frozenset[int]:
         """Return the steps that were found to be bad, and whose samples were or are to be left out.
 
         Damaged lines, as a loss of power may leave them, keep no run from being resumed.
         """
-        bad = (event for event in readable_lines(self.events_file) if event.get("event") == "bad_step")
-        steps = (event.get("step") for event in bad if event.get("action") in ("skip", "rollback"))
-        return frozenset(step for step in steps if isinstance(step, int))
+        bad = (event for event in self.readable_events()[0] if isinstance(event, BadStep))
+        return frozenset(event.step for event in bad if event.action in ("skip", "rollback"))
 
     def failures(self) -> list[FailureRecord]:
-        """Read the failures in the order they were written."""
+        """Read the failures in the order they were written, with what they cost."""
         return failures_in(self.events())
-
-    def outcomes(self) -> list[OutcomeRecord]:
-        """Read the outcomes of decisions in the order they were written."""
-        return outcomes_in(self.events())
 
     def write_summary(self, summary: Summary) -> None:
         """Write the summary atomically."""
@@ -257,7 +277,7 @@ class RunDirectory:
     def read_control(self) -> ControlAddress:
         """Return the address of the coordinator. Raises ConfigError if the run is not live."""
         try:
-            found = _control_address().validate_json(self.control_file.read_bytes())
+            found = TypeAdapter(ControlAddress).validate_json(self.control_file.read_bytes())
             return found if found.tls is None else replace(found, tls=self.path / found.tls)
         except FileNotFoundError:
             raise ConfigError(
@@ -275,11 +295,6 @@ class RunDirectory:
         self.control_file.unlink(missing_ok=True)
 
 
-@cache
-def _control_address() -> TypeAdapter[ControlAddress]:
-    return TypeAdapter(ControlAddress)
-
-
 def _start_of(pid: int) -> int | None:
     """Return when a process of this host started, in clock ticks; None if there is none. See proc_pid_stat(5).
 
@@ -293,25 +308,11 @@ def _start_of(pid: int) -> int | None:
     return None if state in "XZ" else int(fields[18])
 
 
-def failures_in(events: Iterable[Mapping[str, Any]]) -> list[FailureRecord]:
-    """Return the failures among events, in their order, with what they cost."""
-    events = list(events)
-    costs = {
-        generation: event["failure_cost_steps"]
-        for event in events
-        if event["event"] == "failure_cost"
-        for generation in event["incident_generations"]
-    }
-    failures = (FailureRecord.from_json(event) for event in events if event["event"] == "failure")
-    return [
-        each if each.policy == "none" else replace(each, failure_cost_steps=costs.get(each.generation))
-        for each in failures
-    ]
-
-
-def outcomes_in(events: Iterable[Mapping[str, Any]]) -> list[OutcomeRecord]:
-    """Return the outcomes of decisions among events, in their order."""
-    return [OutcomeRecord.from_json(event) for event in events if event["event"] == "outcome"]
+def _whole(read: tuple[list[_T], list[str]]) -> list[_T]:
+    values, damaged = read
+    if damaged:
+        raise ConfigError(f"{damaged[0]}; give a run whose records are whole")
+    return values
 
 
 def replace_file(path: Path, text: str, *, mode: int, is_synced: bool = False) -> None:
@@ -359,6 +360,9 @@ def detach(path: Path, *, may_write: Callable[[], bool] = lambda: True) -> None:
         draft.unlink()
 
 
+_FAULT: Final = {"time": float | int, "worker": int, "kind": str}
+
+
 class FaultLog:
     """File of the times of injected failures; every failing process appends its line in one write.
 
@@ -384,12 +388,7 @@ class FaultLog:
 
     def since(self, time: float) -> list[dict[str, Any]]:
         """Return the failures of all workers from `time` on, in Unix seconds, oldest first."""
-        return [line for line in readable_lines(self._path) if _is_fault(line) and line["time"] >= time]
-
-
-def _is_fault(line: Mapping[str, Any]) -> bool:
-    return (
-        isinstance(line.get("time"), float | int)
-        and isinstance(line.get("worker"), int)
-        and isinstance(line.get("kind"), str)
-    )
+        found = (
+            line for line in readable_lines(self._path) if all(isinstance(line.get(k), t) for k, t in _FAULT.items())
+        )
+        return [line for line in found if line["time"] >= time]

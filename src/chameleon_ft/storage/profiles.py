@@ -19,7 +19,7 @@ from chameleon_ft.cost.profile import Fingerprint, Profile
 from chameleon_ft.errors import ConfigError, ProfileError
 from chameleon_ft.schedule import CostModel
 
-_BF16 = ("bf16", "bfloat16")  # as presets name it, and torch
+_BF16 = ("bf16", "bfloat16")
 
 _logger = logging.getLogger(__name__)
 

@@ -29,9 +29,10 @@ class RunLock:
 
     def __init__(self) -> None:
         self._descriptor: int | None = None
-        self._name: socket.socket | None = None  # holds it on this host if the file system has no locks
+        # It holds the lock on this host if the file system has no locks.
+        self._name: socket.socket | None = None
         self._file = Path()
-        self._holder = ""  # the process that was in the file before
+        self._holder_before = ""
 
     def __del__(self) -> None:
         self._let_go()
@@ -68,7 +69,8 @@ class RunLock:
         try:
             while self._descriptor is None:
                 directory.mkdir(parents=True, exist_ok=True)
-                with contextlib.suppress(FileNotFoundError):  # it was renamed or removed just now
+                # It may be renamed or removed just now.
+                with contextlib.suppress(FileNotFoundError):
                     self._descriptor = self._locked()
         except OSError as error:
             raise ConfigError(f"{directory}: cannot be locked: {error.strerror}; take another directory") from None
@@ -80,8 +82,9 @@ class RunLock:
             return
         if self.rival() is None:
             with contextlib.suppress(OSError):
-                if self._name is not None and self._holder and not self._holder.endswith(_on_this_host()):
-                    _write(self._descriptor, self._holder)  # it may still run
+                if self._name is not None and self._holder_before and not self._holder_before.endswith(_on_this_host()):
+                    # It may still run.
+                    _write(self._descriptor, self._holder_before)
                 elif os.path.samestat(os.fstat(self._descriptor), self._file.stat()):
                     self._file.unlink()
                     self._file.parent.rmdir()
@@ -93,7 +96,7 @@ class RunLock:
             return None
         try:
             holder = self._file.read_text(encoding="utf-8", errors="replace").strip()
-        except FileNotFoundError:  # removed with the directory
+        except FileNotFoundError:
             return None
         except OSError:
             holder = ""
@@ -107,13 +110,14 @@ class RunLock:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise self._held_by(descriptor) from None
-            except OSError:  # this file system has no locks
+            # This file system has no locks.
+            except OSError:
                 self._name = self._bound_name(descriptor)
             if not os.path.samestat(os.fstat(descriptor), self._file.stat()):
                 os.close(descriptor)
                 self._let_go()
                 return None
-            self._holder = _holder_in(descriptor)
+            self._holder_before = _holder_in(descriptor)
             _write(descriptor, _this_process())
         except BaseException:
             os.close(descriptor)

@@ -59,7 +59,8 @@ class RecordCopies:
     def __init__(self, run: RunDirectory, store: ObjectStore) -> None:
         self._run = run
         self._store = store
-        self._copied: dict[str, tuple[int, int]] = {}  # bytes and modification time of each file when it was copied
+        # The bytes and the modification time of each file when it was copied.
+        self._copied: dict[str, tuple[int, int]] = {}
 
     def save(self) -> None:
         """Copy all files that have changed since the last time."""

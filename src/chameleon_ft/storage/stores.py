@@ -194,7 +194,7 @@ def _replace_directory(path: Path, draft: Path) -> None:
 
 
 _ATTEMPTS: Final = 4
-_BACK_OFF_S: Final = 0.5  # before the second attempt; twice as long before each that follows
+_BACK_OFF_S: Final = 0.5
 _BACK_OFF_MAX_S: Final = 10.0
 _LOCAL: Final = ("file://", "local://")
 _NO_CREDENTIALS: Final = frozenset({"NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError"})
@@ -214,9 +214,9 @@ class ObjectStore:
     role. One object can be used by several threads.
 
     Args:
-        url: of the folder, such as s3://bucket/runs/mine.
+        url: The folder, such as s3://bucket/runs/mine.
         timeout_s: for which a request may make no progress.
-        gives_up: whether a request is given up at all; otherwise only a refusal is an error.
+        gives_up: If false, requests are repeated without end, and only a refusal is an error.
         run_of: the run that writes the checkpoint of a step there.
     """
 

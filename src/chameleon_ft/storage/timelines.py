@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
@@ -13,13 +13,13 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from chameleon_ft.errors import ConfigError, describe_invalid
 from chameleon_ft.storage.file_queue import FileQueue
-from chameleon_ft.storage.files import raw_lines
+from chameleon_ft.storage.files import parsed_lines
 
-_LONGEST_BYTES: Final = 4 << 20  # in memory while the disk cannot be written
+_LONGEST_BYTES: Final = 4 << 20
 
-_MOST: Final = 1e11  # Unix seconds, as far as the calendar goes
+_MAX_TIME: Final = 1e11
 _Number: TypeAlias = Annotated[int, Field(ge=0)]
-_Seconds: TypeAlias = Annotated[float, Field(ge=-_MOST, le=_MOST)]
+_Seconds: TypeAlias = Annotated[float, Field(ge=-_MAX_TIME, le=_MAX_TIME)]
 
 StepPart: TypeAlias = Literal["whole", "interrupted", "rest"]
 """A step from its beginning to its update, or until a failure interrupted it, or from then on."""
@@ -45,7 +45,7 @@ class RecordedStep:
         reductions: from the issue of each all-reduce until it was observed complete.
         vote_s: (start, end) of the vote.
         end_s: when the update was applied, or the step was interrupted.
-        part: of the step.
+        part: See `StepPart`.
         kinds: a letter for each operation, as in F, B, I, W, if the program is not the one of the generation's plan.
     """
 
@@ -56,7 +56,7 @@ class RecordedStep:
     operations: tuple[tuple[_Seconds, _Seconds], ...]
     reductions: tuple[RecordedReduction, ...]
     vote_s: tuple[_Seconds, _Seconds]
-    end_s: Annotated[float, Field(ge=0, le=_MOST)]
+    end_s: Annotated[float, Field(ge=0, le=_MAX_TIME)]
     part: StepPart = "whole"
     kinds: Annotated[str, Field(pattern=r"^[FBIW]*$")] = ""
 
@@ -109,19 +109,19 @@ def readable_recorded_steps(folder: Path) -> tuple[list[RecordedStep], list[str]
     steps: list[RecordedStep] = []
     damaged: list[str] = []
     for path in folder.glob("worker-*.jsonl"):
-        for number, line in enumerate(raw_lines(path), start=1):
-            try:
-                steps.append(_recorded_step(line))
-            except ConfigError as error:
-                if line.endswith(b"\n"):  # else it is unfinished, as a crash may leave it
-                    damaged.append(f"{path}, line {number}: {error}; the file is damaged")
+        found, wrong = parsed_lines(path, _recorded_step)
+        steps += found
+        damaged += [f"{each}; the file is damaged" for each in wrong]
     return sorted(steps, key=lambda step: (step.step, step.generation, step.worker)), damaged
+
+
+_adapter: Final = cache(partial(TypeAdapter, RecordedStep))
 
 
 def _recorded_step(line: bytes) -> RecordedStep:
     """Return the step of a line. Raises ConfigError if it is invalid."""
     try:
-        step = _record().validate_python(json.loads(line))
+        step = _adapter().validate_python(json.loads(line))
     except ValidationError as error:
         raise ConfigError(describe_invalid(error)) from None
     except (ValueError, RecursionError):
@@ -129,11 +129,6 @@ def _recorded_step(line: bytes) -> RecordedStep:
     if why := _contradiction(step):
         raise ConfigError(why)
     return step
-
-
-@cache
-def _record() -> TypeAdapter[RecordedStep]:
-    return TypeAdapter(RecordedStep)
 
 
 def _contradiction(step: RecordedStep) -> str | None:

@@ -246,7 +246,7 @@ def test_a_worker_without_which_there_is_no_plan_stays(fails: bool) -> None:
     else:
         history.consider()
     (event,) = history.events("drain_failed")
-    assert event["workers"] == [1]
+    assert event["workers"] == (1,)
     assert history.state.members.draining() == frozenset()
     history.commit()
     history.wait(20.0)

@@ -91,7 +91,7 @@ def test_a_decision_on_newcomers_that_fails_leaves_them_spares() -> None:
     history.come_back(1)
     history.wait(1.0)
     history.fail_to_consider()
-    assert history.events("decision_failed")[0]["workers"] == [1]
+    assert history.events("decision_failed")[0]["workers"] == (1,)
     history.wait(20.0)
     assert history.considerations == []
     assert history.state.phase is Phase.TRAINING

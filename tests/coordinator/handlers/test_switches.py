@@ -10,7 +10,8 @@ from chameleon_ft.config import Timeouts
 from chameleon_ft.coordinator.commands import MeasureMigration, Record, Task
 from chameleon_ft.coordinator.events import Interrupted
 from chameleon_ft.coordinator.state.state import Phase
-from chameleon_ft.events.records import JoinRecord, OtherRecord
+from chameleon_ft.events.decisions import DecisionEvent
+from chameleon_ft.events.records import JoinRecord
 from chameleon_ft.protocol.messages import Discard, PeerFailed, Stop, Switch
 from chameleon_ft.quantities import duration
 from tests.coordinator.histories import History
@@ -43,9 +44,7 @@ def test_layers_move_in_a_generation_of_their_own() -> None:
     decisions = [
         index
         for index, command in enumerate(history.commands)
-        if isinstance(command, Record)
-        and isinstance(command.record, OtherRecord)
-        and command.record.event == "decision"
+        if isinstance(command, Record) and isinstance(command.record, DecisionEvent)
     ]
     begun = [index for index, command in enumerate(history.commands) if command is Task.BEGIN_GENERATION]
     assert begun[0] < decisions[0] < begun[1], "the decision is that of the plan that it has found"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from chameleon_ft.config import RunConfig, TrainConfig
+from chameleon_ft.events.lines import Record, parse_event, parse_step
 from chameleon_ft.events.records import StepRecord
 from chameleon_ft.storage.files import RunDirectory
 from tests.report.records import failure_record, run_info
@@ -29,7 +30,7 @@ def event(name: str, at: float, **fields: Any) -> dict[str, Any]:
 
 
 def started(at: float = 0.0, *, steps: int = 20) -> dict[str, Any]:
-    return event("started", at, **{**run_info().to_json(), "generation": 1, "steps": steps})
+    return event("started", at, **{**run_info().values(), "generation": 1, "steps": steps})
 
 
 def stepped(step: int, at: float, *, step_s: float = 1.0, **fields: Any) -> dict[str, Any]:
@@ -39,9 +40,19 @@ def stepped(step: int, at: float, *, step_s: float = 1.0, **fields: Any) -> dict
     return record.to_json()
 
 
+def lost(worker: int, at: float, *, host: str = "b") -> dict[str, Any]:
+    return event("lost", at, worker=worker, host=host, step=3, noticed_by="child", cause="SIGKILL")
+
+
 def failed(worker: int, at: float, *, generation: int = 2, **fields: Any) -> dict[str, Any]:
-    record = failure_record(3, worker=worker).to_json()
+    record = failure_record(3, worker=worker).values()
     return event("failure", at, **{**record, "generation": generation, **fields})
+
+
+def read(line: dict[str, Any]) -> Record:
+    """Return the record of a line."""
+    content = json.dumps(line).encode()
+    return parse_event(content) if "event" in line else parse_step(content)
 
 
 def add(run: RunDirectory, *lines: dict[str, Any]) -> None:

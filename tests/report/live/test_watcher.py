@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 
 from chameleon_ft.errors import ConfigError
+from chameleon_ft.events.kinds import CheckpointComplete, Drained, Finished
+from chameleon_ft.events.records import Started, StepRecord
 from chameleon_ft.report.facts import describe_workers, facts_of
 from chameleon_ft.report.follower import RunFollower, RunWatcher
 from chameleon_ft.storage.files import ControlAddress, RunDirectory
 from tests.golden import refused
-from tests.report.live.lines import BEGAN, SLOW, add, event, failed, new_run, started, stepped
+from tests.report.live.lines import BEGAN, SLOW, add, event, failed, lost, new_run, started, stepped
 
 
 @pytest.fixture
@@ -47,16 +49,16 @@ def watched(run: RunDirectory, at: float) -> RunWatcher:
 
 def test_lines_are_read_once_in_the_order_of_their_times_and_only_when_complete(run: RunDirectory) -> None:
     follower = RunFollower(run)
-    assert follower.new_lines() == []
+    assert follower.new_records() == []
     add(run, stepped(0, 2.0), started(1.0), stepped(1, 4.0), event("checkpoint", 3.0, step=1))
-    assert [name for name, _ in follower.new_lines()] == ["events", "metrics", "events", "metrics"]
+    assert [type(record) for record in follower.new_records()] == [Started, StepRecord, CheckpointComplete, StepRecord]
     written = json.dumps(stepped(2, 5.0))
     with run.metrics_file.open("a") as file:
         file.write(written[:20])
-    assert follower.new_lines() == []
+    assert follower.new_records() == []
     with run.metrics_file.open("a") as file:
         file.write(written[20:] + "\n")
-    assert follower.new_lines() == [("metrics", stepped(2, 5.0))]
+    assert [record.to_json() for record in follower.new_records()] == [stepped(2, 5.0)]
 
 
 @pytest.mark.parametrize("set_at", [20, 40])
@@ -81,7 +83,7 @@ def test_lines_keep_the_order_in_which_they_were_written_when_a_clock_is_set_bac
         assert report.last.step == 59
         assert report.goodput is not None
         assert report.goodput > 0.4
-        assert [each["event"] for each in watcher.state.events][-1] == "finished"
+        assert isinstance(watcher.view.events[-1], Finished)
         assert report.checkpoint is not None
         assert report.checkpoint.step == 51
 
@@ -100,9 +102,9 @@ def test_a_damaged_line_is_named_once(run: RunDirectory) -> None:
     run.events_file.write_text(run.events_file.read_text() + "{\n")
     follower = RunFollower(run)
     with refused(ConfigError):
-        follower.new_lines()
+        follower.new_records()
     add(run, event("drained", 9.0, worker=1))
-    assert [line["event"] for _, line in follower.new_lines()] == ["started", "drained"]
+    assert [type(record) for record in follower.new_records()] == [Started, Drained]
 
 
 def test_what_follows_a_damaged_line_is_not_read_again(run: RunDirectory) -> None:
@@ -110,9 +112,9 @@ def test_what_follows_a_damaged_line_is_not_read_again(run: RunDirectory) -> Non
     add(run, started())
     follower = RunFollower(run)
     with refused(ConfigError):
-        follower.new_lines()
+        follower.new_records()
     run.events_file.unlink()
-    assert [line["event"] for _, line in follower.new_lines()] == ["started"]
+    assert [type(record) for record in follower.new_records()] == [Started]
 
 
 def test_steps_of_a_version_that_noted_no_times_are_left_out(run: RunDirectory) -> None:
@@ -126,7 +128,7 @@ def test_steps_of_a_version_that_noted_no_times_are_left_out(run: RunDirectory) 
     assert [each.partition("; ")[0] for each in watcher.damaged] == [
         f"{run.metrics_file}, line {number}: time: Field required" for number in (1, 2, 3)
     ]
-    assert len(watcher.state.steps) == 1
+    assert len(watcher.view.steps) == 1
 
 
 def test_a_file_that_cannot_be_read_is_named_once_and_tried_again(run: RunDirectory) -> None:
@@ -136,10 +138,10 @@ def test_a_file_that_cannot_be_read_is_named_once_and_tried_again(run: RunDirect
     for _ in range(2):
         watcher.update_readable()
     assert watcher.damaged == [f"{run.events_file}: cannot be read: Is a directory"]
-    assert len(watcher.state.steps) == 1, "the other file is read"
+    assert len(watcher.view.steps) == 1, "the other file is read"
     run.events_file.rmdir()
     add(run, started())
-    assert [line["event"] for _, line in watcher.update_readable()] == ["started"]
+    assert [type(record) for record in watcher.update_readable()] == [Started]
 
 
 def test_a_run_whose_address_cannot_be_read_may_have_a_coordinator(run: RunDirectory) -> None:
@@ -170,7 +172,7 @@ def test_the_condition_follows_the_run(run: RunDirectory) -> None:
     assert condition(at=11.1) == "silent"
     read = event("waiting", 11.2, worker=2, doing="reading sample 7", since_s=10.0, limit_s=600.0)
     assert condition(read, at=11.9) == "reading"
-    assert condition(stepped(1, 12.0), event("lost", 13.0, worker=3, host="b"), at=13.5) == "recovering"
+    assert condition(stepped(1, 12.0), lost(3, 13.0), at=13.5) == "recovering"
     assert watcher.report().reason == "lost 3; no step is committed since"
     assert condition(failed(3, 14.0), at=14.0) == "recovering", "no step is committed yet"
     assert condition(stepped(2, 14.5, is_rest=True), at=14.6) == "training"
@@ -242,7 +244,7 @@ def test_failures_by_phase_and_the_expected_next_one(run: RunDirectory) -> None:
 
 
 def test_each_worker_has_a_state(run: RunDirectory) -> None:
-    add(run, started(), event("slow", 1.0, worker=1, speed=0.5, **SLOW), event("lost", 2.0, worker=3, host="b"))
+    add(run, started(), event("slow", 1.0, worker=1, speed=0.5, **SLOW), lost(3, 2.0))
     add(run, event("respawn", 2.1, worker=3, incarnation=2), failed(3, 2.2), event("draining", 2.3, workers=[2]))
     add(run, event("slow_link", 2.4, workers=[2, 0], speed=0.25, **SLOW))
     report = watched(run, 3.0).report()
@@ -251,7 +253,7 @@ def test_each_worker_has_a_state(run: RunDirectory) -> None:
     assert (dict(report.speeds), dict(report.link_speeds)) == ({1: 0.5}, {"0-2": 0.25})
     assert report.hosts[3] == "b"
     add(run, event("joined", 4.0, worker=3, host="c", incarnation=2), event("drained", 4.1, worker=2))
-    add(run, event("recovered", 4.2, worker=1), event("lost", 4.3, worker=0, host=""), failed(0, 4.4))
+    add(run, event("recovered", 4.2, worker=1), lost(0, 4.3, host=""), failed(0, 4.4))
     report = watched(run, 5.0).report()
     assert dict(report.workers) == {"live": (1, 3), "lost": (0,), "left": (2,)}
     assert report.hosts[3] == "c"
@@ -280,9 +282,9 @@ def test_a_report_is_json(run: RunDirectory) -> None:
 
 def test_a_long_run_is_a_short_curve(run: RunDirectory) -> None:
     add(run, started(steps=1000), *(stepped(step, step + 1.0, loss=float(step)) for step in range(1000)))
-    state = watched(run, 1000.0).state
-    series = state.steps.series(100).columns
+    view = watched(run, 1000.0).view
+    series = view.steps.series(100).columns
     assert len(series["loss"]) == 100
     assert series["loss"][0] == pytest.approx(4.5)
     assert series["step"][-1] == 999
-    assert state.steps.series(100, since=995).columns["step"] == [995, 996, 997, 998, 999]
+    assert view.steps.series(100, since=995).columns["step"] == [995, 996, 997, 998, 999]

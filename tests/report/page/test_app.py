@@ -29,13 +29,12 @@ from chameleon_ft.errors import ControlError
 from chameleon_ft.events.records import OutcomeRecord
 from chameleon_ft.report.follower import RunWatcher
 from chameleon_ft.report.page.app import STATIC, TokenGate, page_app
-from chameleon_ft.report.story import record_of
 from chameleon_ft.report.terminal import TerminalView
 from chameleon_ft.storage.files import RunDirectory
 from chameleon_ft.storage.plans import write_generation
 from chameleon_ft.storage.recorder import Recorder
 from chameleon_ft.storage.timelines import TimelineLog
-from tests.report.live.lines import SLOW, add, event, failed, new_run, started, stepped
+from tests.report.live.lines import SLOW, add, event, failed, new_run, read, started, stepped
 from tests.report.records import join_record, outcome_record
 from tests.report.test_comparison import planned, recorded
 
@@ -163,7 +162,8 @@ def test_the_state_is_all_that_is_needed_to_draw(page: Served, run: RunDirectory
 
 
 def test_all_that_the_terminal_prints_of_an_incident_is_on_the_page(page: Served, run: RunDirectory) -> None:
-    hang = event("hang", 2.4, worker=3, message="worker 3 hung in forward 2 at model.py:7 in attention")
+    message = "worker 3 hung in forward 2 at model.py:7 in attention"
+    hang = event("hang", 2.4, worker=3, file="worker-3-1.txt", message=message)
     cost = {"incident_generations": [2], "step": 3, "failure_cost_steps": 1.25, "predicted_steps": 1.0}
     outcome = event("outcome", 2.7, **outcome_record().to_json())
     join = event("join", 2.8, **join_record(5).to_json())
@@ -171,7 +171,7 @@ def test_all_that_the_terminal_prints_of_an_incident_is_on_the_page(page: Served
     printed = StringIO()
     with Recorder(run, TerminalView(Console(file=printed, width=200))) as recorder:
         for line in lines:
-            recorder.record(record_of(line))
+            recorder.record(read(line))
     known = {word for told in page.json("/api/state")["news"] for word in told["title"].split()}
     for told in page.json("/api/state")["news"]:
         known |= {word for fact in told["facts"] for text in fact for word in text.split()}

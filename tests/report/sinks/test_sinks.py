@@ -20,12 +20,12 @@ from typing import Any
 import pytest
 
 from chameleon_ft.cli import main
-from chameleon_ft.events.records import RunRecord
+from chameleon_ft.events.lines import Record
 from chameleon_ft.report.sinks.registry import SINKS
 from chameleon_ft.report.sinks.sink import Delivery
 from chameleon_ft.report.sinks.webhook import WebhookSink
 from chameleon_ft.storage.files import RunDirectory
-from tests.report.live.lines import add, event, failed, new_run, started, stepped
+from tests.report.live.lines import add, event, failed, lost, new_run, read, started, stepped
 from tests.report.records import join_record, outcome_record
 
 
@@ -35,7 +35,7 @@ def run(tmp_path: Path) -> RunDirectory:
     run = new_run(tmp_path)
     add(run, started(), stepped(0, 1.0, loss=3.0), stepped(1, 2.0, loss=2.5), stepped(2, 3.0, loss=9.0))
     add(run, failed(3, 3.5), event("checkpoint", 3.6, step=2, copy_s=0.5, write_s=1.0))
-    add(run, event("outcome", 3.7, **outcome_record().to_json()), stepped(1, 4.0, loss=2.4), stepped(2, 5.0, loss=2.0))
+    add(run, event("outcome", 3.7, **outcome_record().values()), stepped(1, 4.0, loss=2.4), stepped(2, 5.0, loss=2.0))
     add(run, event("finished", 6.0, status="interrupted", reason="by its user"))
     return run
 
@@ -198,14 +198,14 @@ def test_an_incident_is_a_trace(run: RunDirectory) -> None:
     cost = {"incident_generations": [1], "step": 3, "failure_cost_steps": 1.25, "predicted_steps": None}
     for line in (
         started(),
-        event("lost", 3.4, worker=3, step=3),
+        lost(3, 3.4),
         failed(3, 3.5),
         failed(2, 3.5),
         event("failure_cost", 4.0, **cost),
-        event("outcome", 9.0, **outcome_record().to_json()),
-        event("join", 20.0, **join_record(9).to_json()),
+        event("outcome", 9.0, **outcome_record().values()),
+        event("join", 20.0, **join_record(9).values()),
     ):
-        delivery.deliver(("events", line))
+        delivery.deliver(read(line))
     delivery.close()
     spans = exporter.get_finished_spans()
     roots = [span for span in spans if span.parent is None]
@@ -253,14 +253,14 @@ def test_a_collector_that_fails_is_told_once(run: RunDirectory, hook: Hook, capl
 
 def test_incidents_are_sent(hook: Hook) -> None:
     delivery = Delivery("the webhook", WebhookSink(hook.url, run="mine"))
-    for line in (started(), failed(3, 1.0), event("snapshot", 2.0, step=1), event("lost", 3.0, worker=1, host="b")):
-        delivery.deliver(("events", line))
-    delivery.deliver(("metrics", stepped(0, 1.0)))
+    for line in (started(), failed(3, 1.0), event("snapshot", 2.0, step=1), lost(1, 3.0)):
+        delivery.deliver(read(line))
+    delivery.deliver(read(stepped(0, 1.0)))
     bodies = [post.json() for post in hook.posts]
     assert [body["event"] for body in bodies] == ["failure", "lost"]
     assert bodies[0]["text"].startswith("mine: worker 3 lost in step 3\ncause: SIGKILL\n")
     assert bodies[0]["record"]["worker"] == 3
-    assert bodies[1]["text"] == "mine: lost: worker 1, host b"
+    assert bodies[1]["text"] == "mine: lost: worker 1, host b, step 3, noticed_by child, cause SIGKILL"
 
 
 def test_a_webhook_that_fails_is_told_once(hook: Hook, caplog: pytest.LogCaptureFixture) -> None:
@@ -268,18 +268,18 @@ def test_a_webhook_that_fails_is_told_once(hook: Hook, caplog: pytest.LogCapture
     delivery = Delivery("the webhook", sink)
     with caplog.at_level(logging.WARNING):
         for number in range(3):
-            delivery.deliver(("events", failed(number, 1.0)))
-            delivery.deliver(("metrics", stepped(number, 1.0)))  # is not sent, so that nothing seems to work again
+            delivery.deliver(read(failed(number, 1.0)))
+            delivery.deliver(read(stepped(number, 1.0)))  # is not sent, so that nothing seems to work again
         assert caplog.text.count("the webhook does not take records: HTTPError") == 1
         sink._url = hook.url
-        delivery.deliver(("events", failed(3, 1.0)))
+        delivery.deliver(read(failed(3, 1.0)))
     assert "takes records again; 3 were lost" in caplog.text
     assert len(hook.posts) == 4
 
 
 def test_a_sink_that_cannot_be_ended_is_told(caplog: pytest.LogCaptureFixture) -> None:
     class Full:
-        def take(self, record: RunRecord, *, at: float) -> bool:
+        def take(self, record: Record) -> bool:
             return True
 
         def close(self) -> None:

@@ -4,40 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Final
 
 from chameleon_ft.cli.arguments import RunPath, Switch, parse_arguments
 from chameleon_ft.cli.output import Output
-from chameleon_ft.events.records import DETECTED_BY
+from chameleon_ft.events.records import DETECTED_BY, Started
 from chameleon_ft.quantities import duration, listed
-from chameleon_ft.report.conditions import conditions
-from chameleon_ft.report.diagnosis import Culprit, Diagnosis, diagnose
+from chameleon_ft.report.facts import describe_damage
+from chameleon_ft.report.incidents import Culprit, Diagnosis
+from chameleon_ft.report.view import RunView
 from chameleon_ft.storage.files import RunDirectory
-from chameleon_ft.storage.readable import describe_damage, readable_events
-
-_TITLES: Final[Mapping[str, str]] = {
-    "slow": "Slow",
-    "took_over": "Replaced",
-    "stalled": "Held up",
-    "reclaimed": "Did not lead",
-    "records_late": "Records were late",
-    "waiting": "Slow disk",
-    "state_differs": "Silent corruption",
-    "join_failed": "Lost before it took part",
-    "blocklisted": "Given up",
-    "discarded": "Not prepared",
-    "host_lost": "Lost agent",
-    "not_ended": "Not ended",
-    "checkpoint_late": "Slow checkpoint",
-    "checkpoint_failed": "Not written",
-    "checkpoint_unreadable": "Not read",
-    "checkpoint_incomplete": "Not complete",
-    "checkpoints_left_out": "Slow checkpoint",
-    "job_changed": "Another job",
-}
 
 
 @dataclass(frozen=True)
@@ -57,8 +35,8 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit code."""
     given = parse_arguments(DiagnoseArguments, arguments, command="diagnose")
     run = RunDirectory.open(given.run)
-    events, damaged = readable_events(run)
-    found, others = diagnose(events), conditions(events)
+    view, damaged = RunView.of_events(run)
+    found, others = view.incidents.diagnoses(view.decisions), view.conditions.found()
     if given.json:
         answer = {
             "incidents": [each.to_json() for each in found],
@@ -71,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
     out.text(str(run.path), "bold")
     if damaged:
         out.text(describe_damage(damaged))
-    steps = max((event["steps"] for event in events if event["event"] == "started"), default=math.inf)
+    steps = max((event.steps for event in view.events if isinstance(event, Started)), default=math.inf)
     for diagnosis in found:
         out.text("")
         workers = listed("worker", [culprit.worker for culprit in diagnosis.culprits])
@@ -82,15 +60,13 @@ def main(arguments: Sequence[str]) -> int:
         out.text("no worker was lost")
     for condition in others:
         out.text("")
-        title = _TITLES.get(condition.kind, condition.kind.replace("_", " ").capitalize())
-        out.text(f"{title}: {condition.subject}", "bold")
+        out.text(f"{condition.title}: {condition.subject}", "bold")
         lasted = "" if condition.lasted_s is None else f", for {duration(condition.lasted_s)}"
         since = f"{_date(condition.since)}{lasted}"
         out.facts([("since", since), ("why", condition.why), ("action", condition.action)])
-    for event in events[-1:]:
-        if event["event"] == "finished" and event["status"] != "finished":
-            out.text("")
-            out.text(f"the run {'failed' if event['status'] == 'failed' else 'ended'}: {event['reason']}")
+    if view.ending is not None and view.ending.status != "finished":
+        out.text("")
+        out.text(f"the run {'failed' if view.ending.status == 'failed' else 'ended'}: {view.ending.reason}")
     return 0
 
 
@@ -111,13 +87,15 @@ def _facts_of(culprit: Culprit) -> Iterator[tuple[str, str]]:
 def _date(unix_s: float) -> str:
     try:
         return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-    except (ValueError, OverflowError, OSError):  # of a damaged number
+    # The number may be damaged.
+    except (ValueError, OverflowError, OSError):
         return "an unknown time"
 
 
 def _actions(diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:
-    for reporter, peer, error in diagnosis.failed_messages:
-        yield "message", f"of worker {reporter}{'' if peer is None else f' with worker {peer}'} failed: {error}"
+    for each in diagnosis.failed_messages:
+        peer = "" if each.peer is None else f" with worker {each.peer}"
+        yield "message", f"of worker {each.reporter}{peer} failed: {each.error}"
     yield "action", f"{diagnosis.policy}: {diagnosis.action}"
     if diagnosis.policy != "stop":
         yield "resumed", f"at step {diagnosis.resume_step} after a stall of {duration(diagnosis.stall_s)}"

@@ -14,19 +14,19 @@ from chameleon_ft.errors import ConfigError
 from chameleon_ft.events.decisions import (
     CountedOnSnapshots,
     DecisionEvent,
-    DecisionStory,
     ObservedRate,
     ScoredCandidate,
     StallParts,
     UsedCorrections,
-    decision_stories,
 )
 from chameleon_ft.events.records import DETECTED_BY, FailureRecord, OutcomeRecord
 from chameleon_ft.quantities import ROUNDING, counted, data_size, duration, listed
+from chameleon_ft.report.decisions import DecisionStory
+from chameleon_ft.report.facts import describe_damage
+from chameleon_ft.report.view import RunView
 from chameleon_ft.storage.files import RunDirectory
-from chameleon_ft.storage.readable import describe_damage, readable_events
 
-_NOTICEABLE_S = 5e-4  # of a stall
+_NOTICEABLE_STALL_S = 5e-4
 _TRIGGERS: Final = {"loss": "lost", "join": "joined", "review": "review", "drain": "leaving", "slow": "slow"}
 _PRESENT: Final = {
     "loss": "are left",
@@ -63,8 +63,8 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit code."""
     given = parse_arguments(ExplainArguments, arguments, command="explain")
     run = RunDirectory.open(given.run)
-    events, damaged = readable_events(run)
-    stories = chosen = decision_stories(events)
+    view, damaged = RunView.of_events(run)
+    stories = chosen = view.decisions.stories()
     if given.decision is not None:
         if not 1 <= given.decision <= len(stories):
             known = f"this run has 1 to {len(stories)}" if stories else "this run has none"
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str]) -> int:
     elif damaged:
         print(f"{run.path}: no line that can be read is a decision")
     else:
-        lost = sum(event["event"] == "failure" for event in events)
+        lost = view.counts[FailureRecord]
         losses = f"{counted(lost, 'worker')} {'was' if lost == 1 else 'were'} lost, and the banners say what was done"
         print(f"{run.path}: there was nothing to decide; {losses if lost else 'no worker was lost'}")
     if damaged:
@@ -173,7 +173,7 @@ def _candidate_row(each: ScoredCandidate, chosen: str | None, *, holders: bool, 
         each.policy,
         "-" if each.step_s is None else duration(each.step_s),
         "-" if each.stall_s is None else duration(each.stall_s),
-        "-" if each.moved_bytes is None else data_size(each.moved_bytes),
+        "-" if each.bytes is None else data_size(each.bytes),
         *([duration(each.next_incident_s) if each.feasible else "-"] if costs else []),
         f"{each.samples:,.0f}" if each.feasible else "-",
         ", ".join(filter(None, remarks)),
@@ -239,7 +239,7 @@ def describe_reason(decision: DecisionEvent) -> str:
             return f"{second.policy} would train {more} samples, but for {holders}: there is no checkpoint"
         return f"{second.policy} would train {more} samples by what is known now, but it had been decided before"
     if best.samples <= second.samples * (1 + ROUNDING):
-        own, other = best.moved_bytes or 0, second.moved_bytes or 0
+        own, other = best.bytes or 0, second.bytes or 0
         closer = f"it moves {data_size(own)}, not {data_size(other)}" if own < other else "it was proposed first"
         return f"as many samples as {second.policy}; {closer}"
     gain = f"{best.samples / second.samples - 1:.1%} more" if second.samples else "more"
@@ -252,7 +252,7 @@ def _describe_difference(best: ScoredCandidate, second: ScoredCandidate, horizon
     more_stall_s = _lost_s(best) - _lost_s(second)
     shorter_by = duration(-more_stall_s)
     more, less, not_more = "more of stall", f"its stall is {shorter_by} shorter", "its stall is not longer"
-    if abs(best.next_incident_s - second.next_incident_s) >= _NOTICEABLE_S:
+    if abs(best.next_incident_s - second.next_incident_s) >= _NOTICEABLE_STALL_S:
         what, end = "the next failure", "s"
         if best.stall_s != second.stall_s:
             what, end = f"its stall and {what}", ""
@@ -270,9 +270,9 @@ def _describe_difference(best: ScoredCandidate, second: ScoredCandidate, horizon
             f"{1 - second.step_s / best.step_s:.1%} shorter, make up for only {even}"
         )
     shorter = f"its steps are {1 - best.step_s / second.step_s:.1%} shorter"
-    if more_stall_s < _NOTICEABLE_S:
+    if more_stall_s < _NOTICEABLE_STALL_S:
         return f"{shorter}, and {not_more}"
-    moves = f"it moves {data_size(best.moved_bytes)}, and " if best.moved_bytes else ""
+    moves = f"it moves {data_size(best.bytes)}, and " if best.bytes else ""
     return f"{moves}{shorter}, which makes up for {duration(more_stall_s)} {more} {even}"
 
 

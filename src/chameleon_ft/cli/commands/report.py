@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from chameleon_ft.cli.arguments import OptionalInt, OptionalPath, RunPath, Switch, parse_arguments
 from chameleon_ft.cli.output import Output, require_places, tell_written, write_schedule
 from chameleon_ft.errors import ConfigError
+from chameleon_ft.events.base import Event
+from chameleon_ft.events.records import FailureRecord, JoinRecord, Started
 from chameleon_ft.plan.layouts import home_pipelines
 from chameleon_ft.quantities import duration, in_ranges
 from chameleon_ft.report.comparison import GenerationComparison, compare_generations
+from chameleon_ft.report.facts import describe_damage
 from chameleon_ft.report.picture import Lane
 from chameleon_ft.storage.files import RunDirectory
 from chameleon_ft.storage.plans import read_generation_plans
-from chameleon_ft.storage.readable import describe_damage, readable_events, readable_steps
 from chameleon_ft.storage.timelines import read_recorded_steps
 
 _SOURCES: Final = {
@@ -58,12 +60,12 @@ def main(arguments: Sequence[str]) -> int:
     if given.failure is not None and (given.picture is None or given.trace is not None or given.step is not None):
         raise ConfigError("--failure is drawn as a picture; give it with --picture, and without --trace and --step")
     plans, recorded = read_generation_plans(run.plans), read_recorded_steps(run.timelines)
-    events, damaged = readable_events(run)
+    events, damaged = run.readable_events()
     if given.failure is not None and given.picture is not None:
         from chameleon_ft.report.failure_picture import draw_failure
 
         draw_failure(given.picture, run, given.failure, plans, recorded)
-        damaged += readable_steps(run)[1]
+        damaged += run.readable_steps()[1]
         if given.json:
             print(json.dumps({"failure": given.failure, "damaged_lines": damaged}))
         elif damaged:
@@ -98,19 +100,17 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _lost_until(events: Iterable[Mapping[str, Any]], generation: int) -> set[int]:
+def _lost_until(events: Iterable[Event], generation: int) -> set[int]:
     """Return the workers lost since the run was started or last resumed, and not back by `generation`."""
     lost: set[int] = set()
     for event in events:
-        if event.get("generation", 0) > generation:
-            continue
-        match event["event"]:
-            case "started":
+        match event:
+            case Started() if event.generation <= generation:
                 lost.clear()
-            case "failure":
-                lost.add(event["worker"])
-            case "join":
-                lost.difference_update(event["workers"], event["spares"])
+            case FailureRecord() if event.generation <= generation:
+                lost.add(event.worker)
+            case JoinRecord() if event.generation <= generation:
+                lost.difference_update(event.workers, event.spares)
     return lost
 
 

@@ -9,11 +9,9 @@ from dataclasses import dataclass
 from chameleon_ft.cli.arguments import Switch, parse_arguments
 from chameleon_ft.cli.output import Output
 from chameleon_ft.errors import StoreError
-from chameleon_ft.report.facts import facts_of
+from chameleon_ft.report.facts import describe_damage, facts_of
 from chameleon_ft.session.joining import WatchRequest
 from chameleon_ft.storage.checkpoints import damage_of
-from chameleon_ft.storage.files import RunDirectory
-from chameleon_ft.storage.readable import describe_damage
 from chameleon_ft.storage.run_storage import checkpoint_storage
 
 
@@ -36,7 +34,12 @@ def main(arguments: Sequence[str]) -> int:
         watcher.update_readable()
         run, report, damaged = watcher.run, watcher.report(), watcher.damaged
     is_here = given.run is not None
-    damage = _damage(run, report.checkpoint.step) if is_here and report.checkpoint is not None else None
+    damage = None
+    if is_here and report.checkpoint is not None:
+        try:
+            damage = damage_of(checkpoint_storage(run.config(), run), report.checkpoint.step)
+        except StoreError as error:
+            damage = str(error)
     if given.json:
         print(json.dumps({**report.to_json(), "checkpoint_damage": damage, "damaged_lines": damaged}))
         return 0
@@ -49,11 +52,3 @@ def main(arguments: Sequence[str]) -> int:
         facts = (*facts, ("damaged", describe_damage(damaged)))
     out.facts(facts)
     return 0
-
-
-def _damage(run: RunDirectory, step: int) -> str | None:
-    """Return the visible damage of a checkpoint, or why it cannot be looked at."""
-    try:
-        return damage_of(checkpoint_storage(run.config(), run), step)
-    except StoreError as error:
-        return str(error)

@@ -10,10 +10,10 @@ from typing import Annotated, Final
 
 from chameleon_ft.cli.arguments import OptionalStr, RunPath, metavar, parse_arguments
 from chameleon_ft.errors import ConfigError
+from chameleon_ft.report.facts import describe_damage
 from chameleon_ft.report.follower import RunWatcher
 from chameleon_ft.report.sinks.registry import SINKS
 from chameleon_ft.storage.files import RunDirectory
-from chameleon_ft.storage.readable import describe_damage
 
 _EVERY_S: Final = 1.0
 
@@ -55,16 +55,17 @@ def main(arguments: Sequence[str]) -> int:
     watcher, has_said, is_new = RunWatcher(run), False, False
     try:
         while True:
-            lines = watcher.update_readable()
+            records = watcher.update_readable()
             if watcher.damaged and not has_said:
                 has_said = True
                 print(f"chameleon track: {describe_damage(watcher.damaged)}", file=sys.stderr, flush=True)
-            for line in lines:
+            for record in records:
                 for flag, delivery in deliveries.items():
                     if is_new or not SINKS[flag].is_for_news:
-                        delivery.deliver(line)
-            is_new = True  # what follows; the clock of the run may be another
-            if not lines and watcher.report().is_over:
+                        delivery.deliver(record)
+            # The records that follow are new. Their times do not tell: the clock of the run may be another.
+            is_new = True
+            if not records and watcher.report().is_over:
                 return 0
             time.sleep(_EVERY_S)
     finally:

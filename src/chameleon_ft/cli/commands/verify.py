@@ -12,10 +12,10 @@ from pydantic.dataclasses import dataclass
 from typing_extensions import Doc
 
 from chameleon_ft.cli.arguments import RunPath, parse_arguments
+from chameleon_ft.events.kinds import JobChanged
 from chameleon_ft.job import check_job_reference
 from chameleon_ft.storage.checkpoints import complete_checkpoints, read_mark
 from chameleon_ft.storage.files import RunDirectory
-from chameleon_ft.storage.readable import readable_steps
 from chameleon_ft.storage.run_storage import checkpoint_storage
 
 
@@ -63,12 +63,12 @@ def main(arguments: Sequence[str]) -> int:
 
     torch.set_num_threads(run.config().threads)
     require_devices(run.config().model_copy(update={"backend": "gloo"}), 1)
-    committed = len({record.step for record in readable_steps(run)[0]})
+    committed = len({record.step for record in run.readable_steps()[0]})
     loop = None if given.against is None else UsersLoop(run, given.against)
     console = Console(stderr=True)
-    changes = [event for event in run.events() if event["event"] == "job_changed"]
+    changes = [event for event in run.events() if isinstance(event, JobChanged)]
     for event in changes:
-        console.print(f"{event['message']}; only the steps from there on are repeated", markup=False)
+        console.print(f"{event.message}; only the steps from there on are repeated", markup=False)
     checkpoints = checkpoint_storage(run.config(), run)
     if loop is None and not changes and (complete := complete_checkpoints(checkpoints)):
         recorded = read_mark(checkpoints, max(complete)).get("job", {}).get("data", {})

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Final
 
 from chameleon_ft.cli.arguments import parse_arguments
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.report.facts import facts_of
+from chameleon_ft.report.facts import describe_damage, facts_of
 from chameleon_ft.report.follower import RunWatcher
-from chameleon_ft.report.story import Notice, notices_of, record_of
+from chameleon_ft.report.story import Notice, notices_of
 from chameleon_ft.session.joining import WatchRequest
-from chameleon_ft.storage.readable import describe_damage
 
 if TYPE_CHECKING:
     from rich.console import Group, RenderableType
@@ -70,19 +69,19 @@ class _Screen:
 
         from chameleon_ft.report.terminal import TONES, facts_table
 
-        for name, line in self._watcher.update_readable():
-            if name == "events":
-                self._news.extend((line["time"], notice) for notice in notices_of(record_of(line)))
+        for record in self._watcher.update_readable():
+            self._news.extend((record.time, notice) for notice in notices_of(record))
         report = self._watcher.report()
         facts = facts_table()
         for name, value in facts_of(report):
             facts.add_row(name, Text(value))
         if self._watcher.damaged:
             facts.add_row("damaged", Text(describe_damage(self._watcher.damaged)))
-        losses = self._watcher.state.steps.series(60).columns["loss"]
+        losses = self._watcher.view.steps.series(60).columns["loss"]
         facts.add_row("loss", Text(sparkline([loss for loss in losses if loss is not None]), style="green"))
         parts: list[RenderableType] = [Text(report.run, style="bold"), facts]
-        for at, notice in reversed(self._news):  # a screen that is too low loses its end
+        # A screen that is too low loses its end.
+        for at, notice in reversed(self._news):
             clock = datetime.fromtimestamp(at).strftime("%H:%M:%S")
             detail = "; ".join(
                 f"{name} {value}" for name, value in notice.facts if name in ("cause", "action", "stall")

@@ -22,7 +22,7 @@ from chameleon_ft.coordinator.decisions.recovery_plan import (
 from chameleon_ft.coordinator.decisions.redundancy import Completion, lacks_copies, with_keepers, with_owners
 from chameleon_ft.cost.profile import Profile
 from chameleon_ft.cost.transition import StallModel, received_layers
-from chameleon_ft.events.records import RunInfo
+from chameleon_ft.events.records import FORMAT, Started
 from chameleon_ft.plan import Plan, data_pipeline_plan
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.plan.shards import Sharding
@@ -363,10 +363,11 @@ class Planner:
             spec = with_owners(spec, left, senders, redundancy)
         return with_keepers(spec, self._config, host_memory)
 
-    def describe(self, spec: GenerationSpec, *, run: str) -> RunInfo:
+    def describe(self, spec: GenerationSpec, *, run: str) -> Started:
         """Describe what is trained, on what, by which workers, and from which step."""
         plan = spec.plan
-        return RunInfo(
+        return Started(
+            format=FORMAT,
             model=self._job.model,
             data=self._job.data,
             run=run,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, Self
+from typing import Literal, Protocol, Self
 
+from chameleon_ft.events.base import Event
 from chameleon_ft.events.records import NoticedBy
 from chameleon_ft.protocol.messages import Position, ProcessState
 
@@ -274,8 +275,7 @@ class LinksCut(Finding):
 class Note(Finding):
     """An event to record."""
 
-    event: str
-    fields: Mapping[str, Any]
+    event: Event
 
 
 class Detector(Protocol):

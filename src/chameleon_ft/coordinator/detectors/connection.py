@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Final, Self
 
 from chameleon_ft.config import Timeouts
@@ -30,6 +30,7 @@ from chameleon_ft.coordinator.detectors.base import (
     StopRequested,
     Ticked,
 )
+from chameleon_ft.events.kinds import FailedMessage, MessagesFailed
 from chameleon_ft.plan.frozen_map import FrozenMap, updated, without
 from chameleon_ft.protocol.messages import ProcessState
 
@@ -153,8 +154,8 @@ class PeerFailureDetector:
                 return replace(self, reports=(), against={}, unexplained=0), ()
             case AllQuiesced(generation=generation):
                 after, finding = self._suspect()
-                reports = [asdict(report) for report in self.reports]
-                note = Note("messages_failed", {"generation": generation, "reports": reports})
+                reports = tuple(FailedMessage(each.reporter, each.peer, each.error) for each in self.reports)
+                note = Note(MessagesFailed(generation=generation, reports=reports))
                 return after, (note,) if finding is None else (note, finding)
         return self, ()
 

@@ -8,6 +8,7 @@ from typing import Final
 
 from chameleon_ft.coordinator.handlers.draft import Draft
 from chameleon_ft.coordinator.state.state import Ending
+from chameleon_ft.events import kinds
 from chameleon_ft.protocol import messages
 from chameleon_ft.quantities import counted, listed
 
@@ -37,17 +38,18 @@ def record(draft: Draft, step: int) -> None:
     report = next(iter(reports.values()))
     action = draft.state.settings.health.on_bad_step if report.is_bad_again else "applied"
     draft.record(
-        "bad_step",
-        step=step,
-        why=report.why,
-        is_bad_again=report.is_bad_again,
-        action=action,
-        changed=[worker for worker, each in sorted(reports.items()) if each.has_changed],
-        origins=[
-            {"worker": worker, "micro_batch": micro_batch, "layers": [start, stop], "where": where}
-            for micro_batch, start, stop, where, worker in _origins(reports)
-        ],
-        message=describe(reports, action=action),
+        kinds.BadStep(
+            step=step,
+            why=report.why,
+            is_bad_again=report.is_bad_again,
+            action=action,
+            changed=tuple(worker for worker, each in sorted(reports.items()) if each.has_changed),
+            origins=tuple(
+                kinds.BadOrigin(where, micro_batch, worker, (start, stop))
+                for micro_batch, start, stop, where, worker in _origins(reports)
+            ),
+            message=describe(reports, action=action),
+        )
     )
 
 

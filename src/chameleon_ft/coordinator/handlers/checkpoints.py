@@ -10,6 +10,7 @@ from chameleon_ft.coordinator.commands import Send
 from chameleon_ft.coordinator.handlers.draft import Draft
 from chameleon_ft.coordinator.state.checkpoints import CheckpointSchedule
 from chameleon_ft.coordinator.state.state import Phase
+from chameleon_ft.events import kinds
 from chameleon_ft.protocol import messages
 from chameleon_ft.quantities import counted, duration
 from chameleon_ft.recovery import POLICIES, Checkpoints, return_gap_s, risk_of
@@ -44,12 +45,11 @@ def committed(draft: Draft, message: messages.Committed) -> None:
         return
     if schedule.writing is not None:
         since = duration(schedule.since_s)
-        draft.record(
-            "checkpoint_late",
-            step=schedule.writing,
-            message=f"that of step {schedule.writing} is not written after {since}, and the next one is due; look at "
-            f"the file system of {state.settings.checkpoints}",
+        text = (
+            f"that of step {schedule.writing} is not written after {since}, and the next one is due; look at the file "
+            f"system of {state.settings.checkpoints}"
         )
+        draft.record(kinds.CheckpointLate(step=schedule.writing, message=text))
     _reschedule(draft, schedule.requested())
     _request(draft)
 
@@ -105,12 +105,12 @@ def saved(draft: Draft, part: messages.CheckpointSaved) -> None:
         message = f"no complete one of step {part.step} in {state.settings.checkpoints}: {part.error}; what was "
         message += f"written of it is removed; {events.describe_newest()}, and a line follows once one is"
         # Said once, however many cannot be written.
-        news = {} if events.missed or part.error == messages.LEFT_OUT else {"message": message}
+        news = None if events.missed or part.error == messages.LEFT_OUT else message
         schedule = events.schedule.ended(part.step, copy_s=part.copy_s, is_complete=False)
         draft.state = replace(
             draft.state, checkpoints=replace(events.not_written(part.step, part.error), schedule=schedule)
         )
-        draft.record("checkpoint_failed", step=part.step, error=part.error, **news)
+        draft.record(kinds.CheckpointFailed(step=part.step, error=part.error, message=news))
         if part.error != messages.LEFT_OUT:
             _tell_left_out(draft, part.step)
     if part.step in draft.state.checkpoints.failed:
@@ -123,8 +123,11 @@ def saved(draft: Draft, part: messages.CheckpointSaved) -> None:
         draft.do(commands.CompleteCheckpoint(part.step, agreed=agreed, slices=slices, seals=seals))
         missed = state.checkpoints.missed
         text = f"that of step {part.step} is complete, after {counted(missed, 'checkpoint')} that could not be written"
-        again = {"message": text} if missed else {}
-        draft.record("checkpoint", step=part.step, copy_s=complete.copy_s, write_s=complete.write_s, **again)
+        draft.record(
+            kinds.CheckpointComplete(
+                step=part.step, copy_s=complete.copy_s, write_s=complete.write_s, message=text if missed else None
+            )
+        )
         _tell_left_out(draft, part.step)
 
 
@@ -133,19 +136,15 @@ def _tell_left_out(draft: Draft, written: int) -> None:
     failed = draft.state.checkpoints.failed
     if steps := [step for step, why in sorted(failed.items()) if step > written and why == messages.LEFT_OUT]:
         message = f"{counted(len(steps), 'checkpoint')} after that of step {written} {messages.LEFT_OUT}"
-        draft.record("checkpoints_left_out", step=written, steps=steps, message=message)
+        draft.record(kinds.CheckpointsLeftOut(step=written, steps=tuple(steps), message=message))
 
 
 def not_marked(draft: Draft, step: int, error: str) -> None:
     """Record that a checkpoint is not complete after all, because it could not be marked."""
     events = draft.state.checkpoints
     draft.state = replace(draft.state, checkpoints=events.not_written(step, error))
-    draft.record(
-        "checkpoint_failed",
-        step=step,
-        error=error,
-        message=f"that of step {step} could not be marked as complete: {error}; the one before stays the newest",
-    )
+    message = f"that of step {step} could not be marked as complete: {error}; the one before stays the newest"
+    draft.record(kinds.CheckpointFailed(step=step, error=error, message=message))
 
 
 def slow_io(draft: Draft, worker: int, message: messages.SlowIO) -> None:
@@ -154,16 +153,11 @@ def slow_io(draft: Draft, worker: int, message: messages.SlowIO) -> None:
     if message in events.slow:
         return
     draft.state = replace(draft.state, checkpoints=replace(events, slow=events.slow | {message}))
-    draft.record(
-        "waiting",
-        worker=worker,
-        doing=message.doing,
-        since_s=message.since_s,
-        message=(
-            f"worker {worker} has been {message.doing} for {duration(message.since_s)}, and there is no limit to "
-            f"that; should it never end, look at the file system of {draft.state.settings.checkpoints}"
-        ),
+    text = (
+        f"worker {worker} has been {message.doing} for {duration(message.since_s)}, and there is no limit to that; "
+        f"should it never end, look at the file system of {draft.state.settings.checkpoints}"
     )
+    draft.record(kinds.Waiting(worker=worker, doing=message.doing, since_s=message.since_s, message=text))
 
 
 def _interval_s(draft: Draft, cost_s: float, *, step_s: float) -> float:
@@ -189,8 +183,8 @@ def _warn_once(draft: Draft, message: messages.Committed) -> None:
     left_s = (state.settings.steps - message.step - 1) * message.step_s
     is_emulated = state.settings.workers_per_host is not None
     if left_s > state.settings.recovery.restart_cost_s and not is_emulated:
-        draft.record(
-            "no_checkpoints",
-            message=f"none is written in the {duration(left_s)} that are left (checkpoint.every = 0): all work is lost "
-            "if the machine of the coordinator fails",
+        text = (
+            f"none is written in the {duration(left_s)} that are left (checkpoint.every = 0): all work is lost if the "
+            "machine of the coordinator fails"
         )
+        draft.record(kinds.NoCheckpoints(message=text))

@@ -14,8 +14,8 @@ from chameleon_ft.coordinator.events import Moment
 from chameleon_ft.coordinator.state.incidents import Incident
 from chameleon_ft.coordinator.state.members import Worker
 from chameleon_ft.coordinator.state.state import Phase, State
+from chameleon_ft.events import kinds, lines
 from chameleon_ft.events.evidence import Evidence
-from chameleon_ft.events.records import OtherRecord, OutcomeRecord
 from chameleon_ft.plan import Plan
 from chameleon_ft.protocol import messages
 from chameleon_ft.protocol.messages import Message
@@ -56,7 +56,7 @@ class Draft:
         health = health.loaded(spec.first_step, spec.witnesses) if loads else health.held_by(placement)
         if spec.no_snapshots and (self.state.active is None or not self.state.active.no_snapshots):
             message = f"none are taken, because {spec.no_snapshots}"
-            self.record("snapshots_off", reason=spec.no_snapshots, message=message)
+            self.record(kinds.SnapshotsOff(reason=spec.no_snapshots, message=message))
         self.state = replace(
             self.state,
             phase=Phase.REGROUPING,
@@ -71,14 +71,10 @@ class Draft:
         """Add commands."""
         self.commands += commands
 
-    def record(self, event: str, **fields: Any) -> None:
-        """Record an event that has no record type of its own."""
-        self.do(Record(OtherRecord(event, fields)))
-
-    def record_outcome(self, outcome: OutcomeRecord | None) -> None:
-        """Record the outcome of a decision, if there is one."""
-        if outcome is not None:
-            self.do(Record(outcome))
+    def record(self, record: lines.Record | None) -> None:
+        """Have a record written and shown, if there is one."""
+        if record is not None:
+            self.do(Record(record))
 
     def send(self, worker: int, message: Message) -> None:
         """Send to one worker, if it is connected."""
@@ -127,7 +123,8 @@ def record_incident(draft: Draft, active: GenerationSpec | None, *, stop: str = 
     records = incident.records(
         active, generation=state.generation, resumed_at=now, cause_of=state.describe_cause, stop=stop
     )
-    draft.do(*(commands.Record(record) for record in records))
+    for record in records:
+        draft.record(record)
     history = state.history
     if active is not None and was_a_stall:
         for record in records:
@@ -150,7 +147,7 @@ def count_death(draft: Draft, worker: int, *, steps: int, at_link: bool) -> None
         deaths = after.deaths[worker]
         times = "once" if deaths == 1 else counted(deaths, "time")
         message = f"worker {worker} was lost {times} and is not taken again; see recovery.max_respawns"
-        draft.record("blocklisted", worker=worker, deaths=deaths, message=message)
+        draft.record(kinds.Blocklisted(worker=worker, deaths=deaths, message=message))
 
 
 def report_unresponsive(draft: Draft, connection: int) -> None:
@@ -164,7 +161,7 @@ def report_unresponsive(draft: Draft, connection: int) -> None:
     if worker.agent_host:
         silent, remedy = "and the agent of its host do not answer", "start another agent there"
     message = f"worker {worker.id} {silent}, so {process} on {worker.host} may still run: {remedy}"
-    draft.record("not_ended", worker=worker.id, host=worker.host, message=message)
+    draft.record(kinds.NotEnded(worker=worker.id, host=worker.host, message=message))
 
 
 def hang_examined(draft: Draft, worker: Worker, message: messages.HangEvidence) -> None:
@@ -176,14 +173,15 @@ def hang_examined(draft: Draft, worker: Worker, message: messages.HangEvidence) 
     draft.do(commands.SaveEvidence(file, f"{message.process}\n\n{message.activity}"))
     is_late = not any(loss.worker == worker.id for loss in state.incident.losses)
     draft.record(
-        "hang",
-        worker=worker.id,
-        incarnation=worker.incarnation,
-        host=state.hosts().get(worker.id, ""),
-        process=message.process,
-        doing=None if last is None else str(last),
-        since=None if last is None else last.time,
-        place=place,
-        file=file,
-        **({"message": f"worker {worker.id} hung at {place}; see incidents/{file}"} if is_late and place else {}),
+        kinds.Hang(
+            worker=worker.id,
+            incarnation=worker.incarnation,
+            host=state.hosts().get(worker.id, ""),
+            process=message.process,
+            doing=None if last is None else str(last),
+            since=None if last is None else last.time,
+            place=place,
+            file=file,
+            message=f"worker {worker.id} hung at {place}; see incidents/{file}" if is_late and place else None,
+        )
     )

@@ -14,6 +14,7 @@ from chameleon_ft.coordinator.handlers import endings, incidents, switches
 from chameleon_ft.coordinator.handlers.draft import Draft
 from chameleon_ft.coordinator.state.members import Worker
 from chameleon_ft.coordinator.state.state import Phase, State
+from chameleon_ft.events import kinds
 from chameleon_ft.protocol.messages import Drain, Exit, Kill, Refused
 from chameleon_ft.quantities import listed
 
@@ -60,7 +61,7 @@ def drain(draft: Draft, connection: int, message: Drain) -> None:
         until = f"until no plan needs {listed('worker', concerned)} any more"
         to = "the agent" if connection in draft.state.members.agents else "its process"
         cause = "chameleon drain" if own is None else f"{message.signal} to {to}"
-        draft.record("draining", workers=concerned, message=f"{until}, because of {cause}")
+        draft.record(kinds.Draining(workers=concerned, message=f"{until}, because of {cause}"))
     for worker in workers:
         if not worker.lost and not worker.takes_part:
             _dismiss_worker(draft, worker)
@@ -138,7 +139,7 @@ def give_up(draft: Draft, reason: str) -> None:
         draft.change_worker(draft.state.members[number], draining=False)
     names = ", ".join(map(str, kept))
     message = f"there is no plan without the workers {names}, which stay: {reason}; drain fewer, or add others first"
-    draft.record("drain_failed", workers=kept, reason=reason, message=message)
+    draft.record(kinds.DrainFailed(workers=tuple(kept), reason=reason, message=message))
     members = draft.state.members
     ends = [end for number in kept for end in (members[number].agent, members[number].connection) if end is not None]
     signals = [members.drain_requests[end] for end in ends if end in members.drain_requests]
@@ -171,7 +172,8 @@ def _dismiss_agents(draft: Draft) -> None:
         if own and all(worker.draining and worker.lost for worker in own):
             draft.do(Send(agent, Exit(reason="drained", is_drained=True)))
             draft.state = replace(draft.state, members=draft.state.members.dismissed(agent))
-            draft.record("host_drained", host=host, message=f"all workers of {host} have left, and its agent ends")
+            message = f"all workers of {host} have left, and its agent ends"
+            draft.record(kinds.HostDrained(host=host, message=message))
 
 
 def _dismiss_worker(draft: Draft, worker: Worker) -> None:

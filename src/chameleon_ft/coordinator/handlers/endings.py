@@ -9,6 +9,7 @@ from chameleon_ft.coordinator.commands import Send
 from chameleon_ft.coordinator.handlers import incidents
 from chameleon_ft.coordinator.handlers.draft import Draft
 from chameleon_ft.coordinator.state.state import Ending
+from chameleon_ft.events import kinds
 from chameleon_ft.events.records import RunStatus
 from chameleon_ft.protocol.messages import Finish
 
@@ -33,8 +34,8 @@ def request(draft: Draft, status: RunStatus, signal: str = "") -> None:
         incidents.end(draft, status, _by(status, signal))
         return
     draft.state = replace(draft.state, ending=Ending(status, signal, now))
-    name = "interrupt" if status == "interrupted" else "termination"
-    draft.record(name, message="ending after this step with a checkpoint; again to end at once")
+    kind = kinds.Interrupt if status == "interrupted" else kinds.Termination
+    draft.record(kind(message="ending after this step with a checkpoint; again to end at once"))
     draft.tell_live(Finish())
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from chameleon_ft.coordinator.detectors.base import StartStage
 from chameleon_ft.coordinator.handlers.draft import Draft
 from chameleon_ft.coordinator.state.state import Phase, State
+from chameleon_ft.events import kinds
 from chameleon_ft.quantities import duration
 
 
@@ -47,5 +48,5 @@ def lost(draft: Draft, number: int, cause: str) -> str | None:
         draft.change_worker(worker, is_vacant=True)
         remedy = f"its place is open for {duration(state.settings.timeouts.rendezvous_s)}"
     message = f"worker {number} was lost before the run began: {cause}; {remedy}"
-    draft.record("join_failed", worker=number, incarnation=worker.incarnation, cause=cause, message=message)
+    draft.record(kinds.JoinFailed(worker=number, incarnation=worker.incarnation, cause=cause, message=message))
     return None

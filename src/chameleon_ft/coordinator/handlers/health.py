@@ -9,6 +9,7 @@ from chameleon_ft.coordinator.handlers import bad_steps, incidents
 from chameleon_ft.coordinator.handlers.draft import Draft
 from chameleon_ft.coordinator.state.checkpoints import Disagreement
 from chameleon_ft.coordinator.state.state import Phase
+from chameleon_ft.events import kinds
 from chameleon_ft.protocol import messages
 from chameleon_ft.quantities import in_ranges
 
@@ -29,14 +30,14 @@ def state_differs(draft: Draft, message: messages.StateDiffers) -> None:
     draft.state = replace(draft.state, health=replace(state.health, disagreement=found))
     ending = _why_it_ends(draft, found) if found.undecided else None
     action = "all return to a snapshot or checkpoint from before" if ending is None else "the run ends"
-    news = {"message": f"{found}; {action}"} if found.undecided else {}
     draft.record(
-        "state_differs",
-        step=found.step,
-        agreed=state.health.agreed,
-        odd={str(worker): list(layers) for worker, layers in found.odd.items()},
-        undecided={str(layer): list(workers) for layer, workers in found.undecided.items()},
-        **news,
+        kinds.StateDiffers(
+            step=found.step,
+            agreed=state.health.agreed,
+            odd={worker: tuple(layers) for worker, layers in found.odd.items()},
+            undecided={layer: tuple(workers) for layer, workers in found.undecided.items()},
+            message=f"{found}; {action}" if found.undecided else None,
+        )
     )
     if ending is not None:
         incidents.end(draft, "failed", ending)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Final
 
 from chameleon_ft.coordinator import commands
@@ -16,6 +16,7 @@ from chameleon_ft.coordinator.state.incidents import GIVEN_UP, Incident, Loss
 from chameleon_ft.coordinator.state.members import Worker
 from chameleon_ft.coordinator.state.state import Ending, Phase, State
 from chameleon_ft.coordinator.state.switches import Switches
+from chameleon_ft.events import kinds
 from chameleon_ft.events.records import NoticedBy, RunStatus
 from chameleon_ft.plan.frozen_map import updated, without
 from chameleon_ft.protocol import messages
@@ -64,23 +65,27 @@ def detect(draft: Draft, signal: signals.Signal) -> None:
                 stop(draft)
             case signals.LinksCut(reports=reports):
                 cut_links(draft, reports)
-            case signals.Note(event=event, fields=fields):
-                draft.record(event, **fields)
+            case signals.Note(event=event):
+                draft.record(event)
 
 
 def _reading(draft: Draft, finding: signals.Reading) -> None:
     """Record that a worker has been reading a sample for long."""
     host = draft.state.hosts().get(finding.worker, "")
     read_s, limit_s = duration(finding.since_s), duration(finding.limit_s)
+    message = (
+        f"worker {finding.worker}{f' on {host}' if host else ''} has been {finding.doing} for {read_s}; it may take "
+        f"{limit_s} (timeouts.sample_read_s)"
+    )
     draft.record(
-        "waiting",
-        worker=finding.worker,
-        host=host,
-        doing=finding.doing,
-        since_s=finding.since_s,
-        limit_s=finding.limit_s,
-        message=f"worker {finding.worker}{f' on {host}' if host else ''} has been {finding.doing} for {read_s}; it may "
-        f"take {limit_s} (timeouts.sample_read_s)",
+        kinds.Waiting(
+            worker=finding.worker,
+            host=host,
+            doing=finding.doing,
+            since_s=finding.since_s,
+            limit_s=finding.limit_s,
+            message=message,
+        )
     )
 
 
@@ -101,7 +106,7 @@ def lose(draft: Draft, number: int, noticed_by: NoticedBy, cause: str) -> None:
     if not worker.takes_part:
         cause = worker.crash or cause
         message = f"worker {number} was lost before it took part: {cause}"
-        draft.record("join_failed", worker=number, incarnation=worker.incarnation, cause=cause, message=message)
+        draft.record(kinds.JoinFailed(worker=number, incarnation=worker.incarnation, cause=cause, message=message))
         return
     upcoming = state.switches.next
     if worker.draining and not (number in state.needed or (upcoming and number in upcoming.spec.participants)):
@@ -112,7 +117,7 @@ def lose(draft: Draft, number: int, noticed_by: NoticedBy, cause: str) -> None:
         return
     if state.phase is Phase.TRAINING and number in state.finished and upcoming is None:
         message = f"worker {number} has left after it had finished: {cause}"
-        draft.record("left", worker=number, step=state.committed, cause=cause, message=message)
+        draft.record(kinds.Left(worker=number, step=state.committed, cause=cause, message=message))
         return
     _record_loss(draft, worker, noticed_by, cause)
     _continue_without(draft, number)
@@ -121,7 +126,8 @@ def lose(draft: Draft, number: int, noticed_by: NoticedBy, cause: str) -> None:
 def cut_links(draft: Draft, reports: Sequence[signals.MessageFailed]) -> None:
     """Continue without one end of each pair of workers between which nothing passes: those whose loss costs least."""
     state = draft.state
-    draft.record("messages_failed", generation=state.active_generation, reports=[asdict(each) for each in reports])
+    failed = tuple(kinds.FailedMessage(each.reporter, each.peer, each.error) for each in reports)
+    draft.record(kinds.MessagesFailed(generation=state.active_generation, reports=failed))
     pairs = [(each.reporter, each.peer) for each in reports if each.peer is not None]
     assert state.placed is not None
     for worker in sorted(workers_to_give_up(pairs, state.placed, state.detectors.slowness.speeds)):
@@ -182,7 +188,7 @@ def _record_loss(draft: Draft, worker: Worker, noticed_by: NoticedBy, cause: str
         incident=replace(state.incident, losses=(*state.incident.losses, loss)),
         history=state.history.failed(host, live_hosts, draft.at.monotonic_s),
     )
-    draft.record("lost", worker=worker.id, host=host, step=loss.step, noticed_by=noticed_by, cause=cause)
+    draft.record(kinds.Lost(worker=worker.id, host=host, step=loss.step, noticed_by=noticed_by, cause=cause))
 
 
 def fence(draft: Draft, number: int) -> None:
@@ -202,7 +208,7 @@ def record_drained(draft: Draft, number: int) -> None:
     live = len(draft.state.members.live())
     draft.state = replace(draft.state, history=draft.state.history.live(live, draft.at.monotonic_s))
     message = f"worker {number} has left, and its process ends"
-    draft.record("drained", worker=number, step=draft.state.committed, message=message)
+    draft.record(kinds.Drained(worker=number, step=draft.state.committed, message=message))
 
 
 def _continue_without(draft: Draft, worker: int) -> None:
@@ -248,13 +254,13 @@ def checkpoint_unreadable(draft: Draft, worker: int, message: messages.Checkpoin
             draft.state, snapshots=snapshots, checkpoints=replace(draft.state.checkpoints, is_reread=True)
         )
         news = f"that of step {step} is damaged and is not used: {why}"
-        draft.record("snapshot_unreadable", step=step, error=why, message=news)
+        draft.record(kinds.SnapshotUnreadable(step=step, error=why, message=news))
         stop(draft)
         return
     draft.state = replace(draft.state, checkpoints=draft.state.checkpoints.rejected(step, why))
     if message.is_damaged:
         draft.do(commands.MarkDamaged(step))
-    draft.record("checkpoint_unreadable", step=step, error=why, message=describe_unreadable(step, why))
+    draft.record(kinds.CheckpointUnreadable(step=step, error=why, message=describe_unreadable(step, why)))
     stop(draft)
 
 
@@ -299,12 +305,8 @@ def _take_plan(draft: Draft, worker: int, report: messages.Quiesced) -> None:
         active = switches.without_migration(active)
     active = replace(active, generation=report.placed)
     draft.state = replace(state, active=active, in_force=active)
-    draft.record(
-        "plan_restored",
-        generation=report.placed,
-        worker=worker,
-        message=f"the journal lacks the plan of generation {report.placed}, so it is restored from worker {worker}",
-    )
+    message = f"the journal lacks the plan of generation {report.placed}, so it is restored from worker {worker}"
+    draft.record(kinds.PlanRestored(generation=report.placed, worker=worker, message=message))
 
 
 # --- the decision ----------------------------------------------------------------------------------------------------
@@ -394,7 +396,7 @@ def end(draft: Draft, status: RunStatus, reason: str) -> None:
     bad_steps.record_all(draft)
     outcomes, outcome = state.outcomes.ended()
     draft.state = replace(draft.state, phase=Phase.OVER, outcomes=outcomes, ended=(status, reason))
-    draft.record_outcome(outcome)
+    draft.record(outcome)
     draft.do(commands.Task.FORGET_DECISIONS)
     if state.incident.losses:
         # Training has not resumed.

@@ -22,6 +22,7 @@ from chameleon_ft.coordinator.handlers.draft import Draft
 from chameleon_ft.coordinator.state.members import ScaleUp, Worker
 from chameleon_ft.coordinator.state.state import Phase
 from chameleon_ft.errors import ControlError
+from chameleon_ft.events import decisions, kinds
 from chameleon_ft.plan.frozen_map import without
 from chameleon_ft.protocol.messages import Examine, Exit, HostHello, Kill, Refused
 from chameleon_ft.protocol.parts import HostReport
@@ -125,7 +126,7 @@ def examined(draft: Draft, agent: int, report: HostReport) -> None:
     reason = reason_against(report, peers, settings=settings.preflight, versions=settings.versions, now=now)
     if reason is not None:
         message = f"{hello.host} is not admitted: {reason}"
-        draft.record("host_refused", host=hello.host, reason=reason, report=report.model_dump(), message=message)
+        draft.record(kinds.HostRefused(host=hello.host, reason=reason, report=report.model_dump(), message=message))
         draft.do(Send(agent, Refused(reason=message)))
         return
     draft.state = replace(draft.state, admission=admission.with_report(hello.host, report))
@@ -160,7 +161,7 @@ def joined(draft: Draft, agent: int, hello: HostHello) -> None:
             spawn.workers
         )
         message = f"{hello.host} {' and '.join(actions)}"
-        draft.record("host_joined", host=hello.host, workers=spawn.workers, adopted=adopted, message=message)
+        draft.record(kinds.HostJoined(host=hello.host, workers=spawn.workers, adopted=adopted, message=message))
 
 
 def returned_late(draft: Draft, agent: int, hello: HostHello, before: int | None) -> None:
@@ -218,8 +219,7 @@ def lost(draft: Draft, agent: int) -> None:
         messages.append(
             f"the agent of {host} is gone; {_named(left)} keep running, and another agent there adopts them"
         )
-    fields = {"message": "; ".join(messages)} if messages else {}
-    draft.record("host_lost", host=host, workers=left, **fields)
+    draft.record(kinds.HostLost(host=host, workers=left, message="; ".join(messages) or None))
 
 
 def _named(workers: Sequence[int]) -> str:
@@ -240,7 +240,7 @@ def respawn_due(draft: Draft) -> None:
         draft.do(Send(worker.agent, spawn))
         incarnation = members[number].incarnation
         message = f"worker {number} is restarted as incarnation {incarnation}"
-        draft.record("respawn", worker=number, incarnation=incarnation, message=message)
+        draft.record(kinds.Respawn(worker=number, incarnation=incarnation, message=message))
 
 
 def ready(draft: Draft, worker: Worker) -> None:
@@ -251,7 +251,7 @@ def ready(draft: Draft, worker: Worker) -> None:
     draft.change_worker(worker, first_step=draft.state.committed)
     draft.state = replace(draft.state, scale_up=replace(scale_up, loaded=(*scale_up.loaded, worker.id)))
     message = f"worker {worker.id} has joined as a spare"
-    draft.record("joined", worker=worker.id, incarnation=worker.incarnation, host=worker.host, message=message)
+    draft.record(kinds.Joined(worker=worker.id, incarnation=worker.incarnation, host=worker.host, message=message))
 
 
 def advance(draft: Draft) -> None:
@@ -300,7 +300,8 @@ def considered(draft: Draft, event: Considered) -> None:
         switches.record_decision(draft, event.record)
         if scale_up.asked_speeds != scale_up.speeds:
             message = "the plan stays as it is; `chameleon explain` shows why"
-            draft.record("stay", **_slow(scale_up), message=message)
+            slow, slow_links = _slow(scale_up)
+            draft.record(decisions.Stay(slow=slow, slow_links=slow_links, message=message))
         draft.state = replace(draft.state, scale_up=scale_up.settled())
 
 
@@ -313,17 +314,15 @@ def _stay_after_error(draft: Draft, error: str) -> None:
         names, one = ", ".join(map(str, workers)), len(workers) == 1
         subject = f"worker {names} stays a spare" if one else f"workers {names} stay spares"
         message = f"{subject}: the decision on {'it' if one else 'them'} failed: {error}"
-        draft.record("decision_failed", workers=workers, error=error, message=message)
+        draft.record(decisions.DecisionFailed(workers=tuple(workers), error=error, message=message))
     elif scale_up.asked_speeds != scale_up.speeds:
         message = f"the plan stays as it is: the decision on slow workers and links failed: {error}"
-        slow = _slow(scale_up)
-        draft.record("decision_failed", workers=slow.pop("slow"), **slow, error=error, message=message)
+        slow, slow_links = _slow(scale_up)
+        draft.record(decisions.DecisionFailed(workers=slow, slow_links=slow_links, error=error, message=message))
 
 
-def _slow(scale_up: ScaleUp) -> dict[str, object]:
-    """Return the fields of an event with the slow workers and links that a decision was about."""
+def _slow(scale_up: ScaleUp) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
+    """Return the slow workers and links that a decision was about."""
     links = {number: workers_of_link(number) for number in sorted(scale_up.asked_speeds)}
-    return {
-        "slow": [number for number, workers in links.items() if workers is None],
-        "slow_links": [workers for workers in links.values() if workers is not None],
-    }
+    workers = tuple(number for number, ends in links.items() if ends is None)
+    return workers, tuple(ends for ends in links.values() if ends is not None)

@@ -11,6 +11,7 @@ from chameleon_ft.coordinator.handlers import bad_steps, checkpoints, incidents,
 from chameleon_ft.coordinator.handlers.draft import Draft
 from chameleon_ft.coordinator.state.members import Worker
 from chameleon_ft.coordinator.state.state import Phase
+from chameleon_ft.events import kinds
 from chameleon_ft.events.records import StepRecord
 from chameleon_ft.protocol import messages
 
@@ -45,10 +46,10 @@ def committed(draft: Draft, worker: Worker, message: messages.Committed) -> None
     if state.phase is Phase.TRAINING and set(state.members.live()).issuperset(state.active.plan.workers):
         draft.do(commands.Task.PREPARE_DECISIONS)
     workers = len(state.active.plan.workers)
-    draft.do(commands.Record(_step_record(message, draft.at, step_s=step_s, workers=workers, is_rest=is_rest)))
+    draft.record(_step_record(message, draft.at, step_s=step_s, workers=workers, is_rest=is_rest))
     if vote.empty:
         text = f"no sample of step {message.step} has a loss term, so the step is skipped"
-        draft.record("empty_step", step=message.step, message=text)
+        draft.record(kinds.EmptyStep(step=message.step, message=text))
     elif vote.skipped:
         bad_steps.skipped(draft, message.step)
     # Layers that move make a step longer.
@@ -56,10 +57,9 @@ def committed(draft: Draft, worker: Worker, message: messages.Committed) -> None
         draft.do(commands.MeasureStep(without_reads_s))
     outcomes, outcome = state.outcomes.committed(without_reads_s, draft.at.unix_s, is_rest=is_rest)
     outcomes, cost = outcomes.cost(message.step, draft.at.unix_s)
-    if cost is not None:
-        draft.do(commands.Record(cost))
+    draft.record(cost)
     draft.state = replace(draft.state, outcomes=outcomes)
-    draft.record_outcome(outcome)
+    draft.record(outcome)
     if vote.switch and not vote.finish and message.step + 1 < state.settings.steps:
         switches.adopt(draft, message)
     if vote.checked and (placed := draft.state.placed) is not None:

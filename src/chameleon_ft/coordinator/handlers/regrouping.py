@@ -9,6 +9,7 @@ from chameleon_ft.coordinator.detectors import base as signals
 from chameleon_ft.coordinator.handlers import bad_steps, incidents
 from chameleon_ft.coordinator.handlers.draft import Draft, record_incident
 from chameleon_ft.coordinator.state.state import Phase
+from chameleon_ft.events import decisions
 from chameleon_ft.protocol import messages
 from chameleon_ft.recovery.generation import GenerationSpec
 
@@ -34,13 +35,10 @@ def decided(draft: Draft, event: events.Decided) -> None:
     if choice is None:
         return
     # All workers wait for their orders, and none for a record.
-    draft.record(
-        "decision",
-        generation=state.generation,
-        trigger="loss" if choice.record["lost"] else "join" if state.scale_up.newcomers else "review",
-        search_s=draft.at.unix_s - state.incident.stopped_at,
-        **choice.record,
-    )
+    fields = choice.record
+    trigger = "loss" if fields["lost"] else "join" if state.scale_up.newcomers else "review"
+    took = {"generation": state.generation, "search_s": draft.at.unix_s - state.incident.stopped_at}
+    draft.record(decisions.DecisionEvent.of({"trigger": trigger, **took, **fields}))
     outcomes, outcome = state.outcomes.decided(
         generation=state.generation,
         policy=spec.policy,
@@ -51,7 +49,7 @@ def decided(draft: Draft, event: events.Decided) -> None:
         now=draft.at.unix_s,
     )
     draft.state = replace(draft.state, outcomes=outcomes)
-    draft.record_outcome(outcome)
+    draft.record(outcome)
 
 
 def decision_failed(draft: Draft, event: events.DecisionFailed) -> None:
@@ -99,15 +97,16 @@ def switched(draft: Draft, message: messages.Switched) -> None:
     draft.state = replace(draft.state, incident=replace(state.incident, switched=message))
     draft.do(commands.MeasureTransfer(message.transfer_s))
     draft.record(
-        "transition",
-        generation=state.generation,
-        workers=len(active.participants),
-        layers=sum(len(each.layers) for each in active.transfer.messages),
-        messages=len(active.transfer.messages),
-        rounds=len(active.transfer.rounds),
-        planned_bytes=active.transfer.total_bytes,
-        moved_bytes=message.moved_bytes,
-        transfer_s=message.transfer_s,
+        decisions.Transition(
+            generation=state.generation,
+            workers=len(active.participants),
+            layers=sum(len(each.layers) for each in active.transfer.messages),
+            messages=len(active.transfer.messages),
+            rounds=len(active.transfer.rounds),
+            planned_bytes=active.transfer.total_bytes,
+            moved_bytes=message.moved_bytes,
+            transfer_s=message.transfer_s,
+        )
     )
 
 
@@ -140,4 +139,4 @@ def started(draft: Draft) -> None:
             generation=state.generation,
             resumed_at=now,
         )
-        draft.do(commands.Record(record))
+        draft.record(record)

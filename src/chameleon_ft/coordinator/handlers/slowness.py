@@ -8,12 +8,14 @@ Failures that a user injects into a live run.
 from __future__ import annotations
 
 import statistics
+from typing import Any
 
 from chameleon_ft.coordinator.commands import LogFault, Send
 from chameleon_ft.coordinator.detectors.base import Recovered, RecoveredLink, Slow, SlowLink
 from chameleon_ft.coordinator.events import Event, Received, Ticked
 from chameleon_ft.coordinator.handlers.draft import Draft
 from chameleon_ft.coordinator.state.state import Phase, State
+from chameleon_ft.events import kinds
 from chameleon_ft.protocol.messages import Committed, Inject, Kill, Prepared, Quiesced, Refused, SnapshotTaken, Started
 from chameleon_ft.quantities import duration
 
@@ -21,7 +23,7 @@ from chameleon_ft.quantities import duration
 def slow(draft: Draft, finding: Slow) -> None:
     """Record that a worker is slow, and what that costs."""
     message = f"worker {finding.worker} computes at {finding.speed:.2f} of the speed of others"
-    _record(draft, "slow", finding, message, worker=finding.worker)
+    draft.record(kinds.Slow(worker=finding.worker, **_slowness(draft, finding, message)))
 
 
 def slow_link(draft: Draft, finding: SlowLink) -> None:
@@ -29,42 +31,42 @@ def slow_link(draft: Draft, finding: SlowLink) -> None:
     one, other = finding.workers
     ratio = f"{1 / finding.speed:.2f}"
     message = f"micro-batches take {ratio} times as long between workers {one} and {other} as on other links"
-    _record(draft, "slow_link", finding, message, workers=finding.workers)
+    draft.record(kinds.SlowLink(workers=finding.workers, **_slowness(draft, finding, message)))
 
 
-def _record(draft: Draft, event: str, finding: Slow | SlowLink, message: str, **fields: object) -> None:
+def _slowness(draft: Draft, finding: Slow | SlowLink, message: str) -> dict[str, Any]:
+    """Return the fields that events about slow workers and links have in common; `message` is the first part of it."""
     times = _step_times(draft.state, finding.since_step)
     message += f" since step {finding.since_step}"
     if times is not None:
         before_s, now_s = times
         message += f"; a step takes {duration(now_s)}, and took {duration(before_s)} before"
-    draft.record(
-        event,
-        **fields,
-        speed=finding.speed,
-        since_step=finding.since_step,
-        step=draft.state.committed,
-        before_step_s=None if times is None else times[0],
-        step_s=None if times is None else times[1],
-        message=message,
-    )
+    return {
+        "speed": finding.speed,
+        "since_step": finding.since_step,
+        "step": draft.state.committed,
+        "before_step_s": None if times is None else times[0],
+        "step_s": None if times is None else times[1],
+        "message": message,
+    }
 
 
 def recovered(draft: Draft, finding: Recovered) -> None:
     """Record that a worker is slow no longer, or is to be tried again."""
-    _record_recovery(draft, "recovered", finding, f"worker {finding.worker}", worker=finding.worker)
+    common = _recovery(draft, finding, f"worker {finding.worker}")
+    draft.record(kinds.Recovered(worker=finding.worker, **common))
 
 
 def recovered_link(draft: Draft, finding: RecoveredLink) -> None:
     """Record that a link is slow no longer, or is to be tried again."""
     one, other = finding.workers
     what = f"the link of workers {one} and {other}"
-    _record_recovery(draft, "recovered_link", finding, what, workers=finding.workers)
+    draft.record(kinds.RecoveredLink(workers=finding.workers, **_recovery(draft, finding, what)))
 
 
-def _record_recovery(draft: Draft, event: str, finding: Recovered | RecoveredLink, what: str, **fields: object) -> None:
+def _recovery(draft: Draft, finding: Recovered | RecoveredLink, what: str) -> dict[str, Any]:
     reason = "is tried again, after it was slow" if finding.is_trial else "is as fast as the others again"
-    draft.record(event, **fields, step=draft.state.committed, is_trial=finding.is_trial, message=f"{what} {reason}")
+    return {"step": draft.state.committed, "is_trial": finding.is_trial, "message": f"{what} {reason}"}
 
 
 def _step_times(state: State, since_step: int) -> tuple[float, float] | None:

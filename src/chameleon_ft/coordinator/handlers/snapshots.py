@@ -8,6 +8,7 @@ from dataclasses import replace
 from chameleon_ft.coordinator.handlers.draft import Draft
 from chameleon_ft.coordinator.state.state import Phase
 from chameleon_ft.cost.snapshots import MIN_SNAPSHOT_COST
+from chameleon_ft.events import kinds
 from chameleon_ft.protocol import messages
 from chameleon_ft.recovery import LONGEST_BETWEEN_SNAPSHOTS_S, POLICIES, Checkpoints, risk_of
 
@@ -56,12 +57,7 @@ def taken(draft: Draft, worker: int, message: messages.SnapshotTaken) -> None:
     schedule = snapshots.schedule.ended(message.step, copy_s=cost_s, is_complete=True)
     draft.state = replace(draft.state, snapshots=replace(snapshots, schedule=schedule))
     draft.tell_live(messages.SnapshotResolved(step=message.step, is_complete=True))
-    draft.record(
-        "snapshot",
-        step=message.step,
-        held_up_s=snapshots.held_up_s,
-        seconds=seconds,
-    )
+    draft.record(kinds.SnapshotComplete(step=message.step, held_up_s=snapshots.held_up_s, seconds=seconds))
 
 
 def switched(draft: Draft) -> None:

@@ -18,6 +18,7 @@ from chameleon_ft.coordinator.handlers.draft import Draft
 from chameleon_ft.coordinator.state.incidents import Incident
 from chameleon_ft.coordinator.state.state import Phase, State
 from chameleon_ft.coordinator.state.switches import Migrated, NextGeneration, Switches
+from chameleon_ft.events import decisions
 from chameleon_ft.protocol import messages
 from chameleon_ft.quantities import duration, in_ranges
 from chameleon_ft.recovery.generation import GenerationSpec
@@ -43,7 +44,7 @@ def prepare(draft: Draft, plans: Sequence[GenerationSpec], record: Mapping[str, 
 
 def record_decision(draft: Draft, record: Mapping[str, object]) -> None:
     """Record a decision made during training: its plan is in force now, or it was to continue as before."""
-    draft.record("decision", generation=draft.state.generation, **record)
+    draft.record(decisions.DecisionEvent.of({"generation": draft.state.generation, **record}))
 
 
 def _proceed(draft: Draft) -> None:
@@ -86,17 +87,18 @@ def _migrating(draft: Draft) -> None:
     assert active is not None
     assert active.migration is not None
     _update(draft, replace(draft.state.switches, migrating_at=draft.at.unix_s))
-    arriving: dict[str, list[int]] = {}
+    arriving: dict[int, list[int]] = {}
     for message in active.migration.messages:
-        arriving.setdefault(str(message.destination), []).extend(message.layers)
+        arriving.setdefault(message.destination, []).extend(message.layers)
     draft.record(
-        "migration",
-        generation=draft.state.generation,
-        step=draft.state.committed,
-        layers=sum(len(message.layers) for message in active.migration.messages),
-        bytes=active.migration.total_bytes,
-        slices=len(active.migrating_slices),
-        arriving={worker: in_ranges(layers) for worker, layers in arriving.items()},
+        decisions.Migration(
+            generation=draft.state.generation,
+            step=draft.state.committed,
+            layers=sum(len(message.layers) for message in active.migration.messages),
+            bytes=active.migration.total_bytes,
+            slices=len(active.migrating_slices),
+            arriving={worker: in_ranges(layers) for worker, layers in arriving.items()},
+        )
     )
 
 
@@ -249,7 +251,7 @@ def _give_up(draft: Draft, error: str, *, cancels: bool = False) -> None:
     scale_up = draft.state.scale_up.failed(draft.at.monotonic_s)
     draft.state = replace(draft.state, scale_up=scale_up)
     message = f"generation {upcoming.number} could not be prepared, and training continues without it: {error}"
-    draft.record("discarded", generation=upcoming.number, error=error, message=message)
+    draft.record(decisions.Discarded(generation=upcoming.number, error=error, message=message))
 
 
 def without_migration(active: GenerationSpec) -> GenerationSpec:
@@ -334,14 +336,14 @@ def _follow_outcome(draft: Draft, active: GenerationSpec) -> None:
     record_decision(draft, draft.state.switches.record)
     draft.do(commands.Task.FORGET_DECISIONS)
     draft.state = replace(draft.state, outcomes=outcomes)
-    draft.record_outcome(outcome)
+    draft.record(outcome)
 
 
 def _end_outcome(draft: Draft) -> None:
     """End the outcome of the decision in force: until the next plan, steps are no measure of it."""
     outcomes, outcome = draft.state.outcomes.ended()
     draft.state = replace(draft.state, outcomes=outcomes)
-    draft.record_outcome(outcome)
+    draft.record(outcome)
 
 
 def _update(draft: Draft, switches: Switches) -> None:

@@ -17,6 +17,7 @@ from chameleon_ft.coordinator.handlers import membership as hosts
 from chameleon_ft.coordinator.handlers.draft import Draft
 from chameleon_ft.coordinator.state.members import Worker
 from chameleon_ft.coordinator.state.state import Phase, State
+from chameleon_ft.events import kinds
 from chameleon_ft.plan.frozen_map import without
 from chameleon_ft.protocol.messages import (
     Adopt,
@@ -70,7 +71,9 @@ def took_over(draft: Draft, term: int, address: str) -> None:
     # They may not have been marked yet.
     if state.health.disagreement is not None:
         draft.do(DistrustCheckpoints(after=state.health.agreed))
-    draft.record("took_over", generation=state.generation, step=state.committed, message="the coordinator is replaced")
+    draft.record(
+        kinds.TookOver(generation=state.generation, step=state.committed, message="the coordinator is replaced")
+    )
     incidents.detect(draft, signals.Progressed(now))
     match state.phase:
         case Phase.GATHERING if len(state.members.live()) == state.settings.workers:
@@ -90,7 +93,7 @@ def reclaimed(draft: Draft, term: int, reason: str) -> None:
     draft.state = replace(draft.state, term=term, reconnection=reconnection)
     why = f", because {reason}" if reason else ""
     message = f"the coordinator had not led for a while{why}; it does in term {term}"
-    draft.record("reclaimed", term=term, reason=reason, message=message)
+    draft.record(kinds.Reclaimed(term=term, reason=reason, message=message))
     draft.announce()
 
 

@@ -1,8 +1,7 @@
 """The page of a run as an ASGI application.
 
-Authorization of actions on the page of a run: a token, which cannot be guessed by trying many.
-
-The watched run as browsers follow it: one reader of its files, whatever the number of browsers.
+One reader follows the files of the run, whatever the number of browsers. Actions need a token, which cannot be guessed
+by trying many.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ from chameleon_ft.report.view import RunReport
 
 _logger = logging.getLogger(__name__)
 
-_MAX_WRONG: Final = 5  # tokens of an address
-_LOCKED_S: Final = 30.0  # after so many
-_MAX_ADDRESSES: Final = 1_000  # that are remembered
+_MAX_WRONG_TOKENS: Final = 5
+_LOCKED_S: Final = 30.0
+_MAX_ADDRESSES: Final = 1_000
 
 
 class TokenGate:
@@ -49,7 +48,8 @@ class TokenGate:
     def __init__(self, token: str, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._expected = f"Bearer {token}".encode()
         self._clock = clock
-        self._wrong: OrderedDict[str, tuple[int, float]] = OrderedDict()  # address -> number, time of the last
+        # By address: the number of wrong tokens, and the time of the last.
+        self._wrong: OrderedDict[str, tuple[int, float]] = OrderedDict()
 
     def check(self, address: str, authorization: str) -> Literal["open", "wrong", "locked"]:
         """Return whether a request with this header may act."""
@@ -59,19 +59,19 @@ class TokenGate:
             number = 0
         if hmac.compare_digest(authorization.encode(errors="replace"), self._expected):
             return "open"
-        if number >= _MAX_WRONG:
+        if number >= _MAX_WRONG_TOKENS:
             return "locked"
         self._wrong.pop(address, None)
         self._wrong[address] = (number + 1, now)
         if len(self._wrong) > _MAX_ADDRESSES:
             self._wrong.popitem(last=False)
-        locked = f"; it is locked out for {_LOCKED_S:.0f} s" if number + 1 == _MAX_WRONG else ""
+        locked = f"; it is locked out for {_LOCKED_S:.0f} s" if number + 1 == _MAX_WRONG_TOKENS else ""
         _logger.warning("the page was sent a wrong token from %s%s", address, locked)
         return "wrong"
 
 
 _EVERY_S: Final = 1.0
-_MAX_NEWS: Final = 300  # events that are sent at once, the newest
+_MAX_NEWS: Final = 300
 
 
 @dataclass(slots=True)
@@ -101,33 +101,34 @@ class Feed:
         async with self._reading:
             now = asyncio.get_running_loop().time()
             if self._report is None or now - self._read_at >= newest_s:
-                self._report = await asyncio.to_thread(self._read)
+
+                def read() -> RunReport:
+                    self._watcher.update_readable()
+                    return self._watcher.report()
+
+                self._report = await asyncio.to_thread(read)
                 self._read_at = now
             return self._report
-
-    def _read(self) -> RunReport:
-        self._watcher.update_readable()
-        return self._watcher.report()
 
     async def whole(self) -> dict[str, Any]:
         """Return all that the page shows when it is opened."""
         report = await self.report()
-        state = self._watcher.state
+        view = self._watcher.view
         return {
             "report": content.overview(report, self._watcher.damaged),
-            "grid": content.grid(state, report),
-            "series": state.steps.series(content.MAX_POINTS).columns,
-            "news": content.news(state.events[-_MAX_NEWS:]),
-            "what_if": content.what_if(state, report),
-            "next": {"steps": len(state.steps), "events": len(state.events)},
+            "grid": content.grid(view, report),
+            "series": view.steps.series(content.MAX_POINTS).columns,
+            "news": content.news(view.events[-_MAX_NEWS:]),
+            "what_if": content.what_if(view, report),
+            "next": {"steps": len(view.steps), "events": len(view.events)},
         }
 
     async def incidents(self) -> list[dict[str, Any]]:
         """Return the incidents of the run."""
         await self.report()
-        number = len(self._watcher.state.events)
+        number = len(self._watcher.view.events)
         if self._incidents[0] != number:
-            self._incidents = number, await asyncio.to_thread(content.incidents, self._watcher.state)
+            self._incidents = number, await asyncio.to_thread(content.incidents, self._watcher.view)
         return self._incidents[1]
 
     async def schedule(self) -> dict[str, Any] | None:
@@ -144,17 +145,17 @@ class Feed:
             await asyncio.sleep(_EVERY_S)
 
     def _new(self, sent: _Sent, report: RunReport) -> Mapping[str, Any]:
-        state = self._watcher.state
+        view = self._watcher.view
         found: dict[str, Any] = {"report": content.overview(report, self._watcher.damaged)}
-        if sent.steps < len(state.steps):
+        if sent.steps < len(view.steps):
             # As many points as come in a second to one that follows; fewer for one that was away.
-            found["steps"] = dict(state.steps.series(content.MAX_POINTS // 10, since=sent.steps).columns)
-            sent.steps = len(state.steps)
-        if sent.events < len(state.events):
-            new = state.events[max(sent.events, len(state.events) - _MAX_NEWS) :]
-            found["news"] = {"told": content.news(new), "number": len(state.events)}
-            sent.events = len(state.events)
-            for name, value in (("grid", content.grid(state, report)), ("what_if", content.what_if(state, report))):
+            found["steps"] = dict(view.steps.series(content.MAX_POINTS // 10, since=sent.steps).columns)
+            sent.steps = len(view.steps)
+        if sent.events < len(view.events):
+            new = view.events[max(sent.events, len(view.events) - _MAX_NEWS) :]
+            found["news"] = {"told": content.news(new), "number": len(view.events)}
+            sent.events = len(view.events)
+            for name, value in (("grid", content.grid(view, report)), ("what_if", content.what_if(view, report))):
                 text = as_json(value)
                 if sent.texts.get(name) != text:
                     sent.texts[name], found[name] = text, value
@@ -163,7 +164,7 @@ class Feed:
     @property
     def cursor(self) -> dict[str, int]:
         """The number of steps and events that have been read."""
-        return {"steps": len(self._watcher.state.steps), "events": len(self._watcher.state.events)}
+        return {"steps": len(self._watcher.view.steps), "events": len(self._watcher.view.events)}
 
 
 def as_json(value: object) -> str:
@@ -258,7 +259,8 @@ class _Endpoints:
 
     @property
     def _feed(self) -> Feed:
-        if self._feed_or_none is None:  # made in the event loop
+        # It is made in the event loop.
+        if self._feed_or_none is None:
             self._feed_or_none = Feed(self._watcher)
         return self._feed_or_none
 
@@ -267,7 +269,7 @@ class _Endpoints:
 
     async def metrics(self, request: Request) -> Response:
         report = await self._feed.report(newest_s=0.1)
-        content, kind = exposition(self._watcher.state, report, accept=request.headers.get("Accept", ""))
+        content, kind = exposition(self._watcher.view, report, accept=request.headers.get("Accept", ""))
         self._scraped_the_end(report.is_over)
         return Response(content, headers={"Content-Type": kind})
 

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.events.decisions import decision_stories
+from chameleon_ft.events.base import Event
+from chameleon_ft.events.records import FailureRecord
 from chameleon_ft.quantities import in_ranges
 from chameleon_ft.report.comparison import GenerationComparison, compare_generations
-from chameleon_ft.report.diagnosis import diagnose
-from chameleon_ft.report.facts import facts_of
+from chameleon_ft.report.facts import describe_damage, facts_of
 from chameleon_ft.report.picture import Lane
-from chameleon_ft.report.story import notices_of, record_of
-from chameleon_ft.report.view import RunReport, RunState
+from chameleon_ft.report.story import notices_of
+from chameleon_ft.report.view import RunReport, RunView
 from chameleon_ft.storage.files import RunDirectory
 from chameleon_ft.storage.plans import readable_generation_plans
-from chameleon_ft.storage.readable import describe_damage
 from chameleon_ft.storage.timelines import readable_recorded_steps
 
 MAX_POINTS: Final = 600
@@ -37,9 +36,9 @@ def overview(report: RunReport, damaged: Sequence[str]) -> dict[str, Any]:
     return {**values, "facts": facts}
 
 
-def grid(state: RunState, report: RunReport) -> dict[str, Any]:
+def grid(view: RunView, report: RunReport) -> dict[str, Any]:
     """Return the workers with their hosts, states and layers."""
-    plan = state.plan
+    plan = view.plan
     ranges = {} if plan is None else plan.plan.placement.ranges
     rows = [
         {
@@ -47,7 +46,7 @@ def grid(state: RunState, report: RunReport) -> dict[str, Any]:
             "host": report.hosts.get(worker, ""),
             "state": worker_state,
             "layers": [(each.start, each.stop) for each in ranges.get(worker, ())],
-            "arriving": state.arriving.get(worker, ""),
+            "arriving": view.arriving.get(worker, ""),
         }
         for worker_state, workers in report.workers.items()
         for worker in workers
@@ -56,23 +55,23 @@ def grid(state: RunState, report: RunReport) -> dict[str, Any]:
     return {"num_layers": 0 if plan is None else plan.plan.placement.num_layers, "workers": rows}
 
 
-def news(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def news(events: Iterable[Event]) -> list[dict[str, Any]]:
     """Return what the terminal prints of these events, with their times."""
-    return [{"time": event["time"], **notice.to_json()} for event in events for notice in notices_of(record_of(event))]
+    return [{"time": event.time, **notice.to_json()} for event in events for notice in notices_of(event)]
 
 
-def incidents(state: RunState) -> list[dict[str, Any]]:
+def incidents(view: RunView) -> list[dict[str, Any]]:
     """Return the incidents, newest first: the lost workers, the decision with its candidates, and the outcome.
 
     Decisions without a failure, for newcomers or slow workers, are among them.
     """
-    decisions = {story.number: story.to_json() for story in decision_stories(state.events)}
+    decisions = {story.number: story.to_json() for story in view.decisions.stories()}
+    failures = [event for event in view.events if isinstance(event, FailureRecord)]
     found: list[dict[str, Any]] = []
-    for diagnosis in diagnose(state.events):
+    for diagnosis in view.incidents.diagnoses(view.decisions):
         decision = None if diagnosis.decision is None else decisions.pop(diagnosis.decision, None)
-        failures = [event for event in state.events if event["event"] == "failure"]
         workers = {culprit.worker for culprit in diagnosis.culprits}
-        own = [each for each in failures if each["worker"] in workers and each["step"] == diagnosis.step]
+        own = [each for each in failures if each.worker in workers and each.step == diagnosis.step]
         time = min((culprit.since for culprit in diagnosis.culprits), default=0.0)
         found.append({"time": time, "diagnosis": diagnosis.to_json(), "decision": decision, "told": news(own)})
     found += [
@@ -140,9 +139,9 @@ def _lane(lane: Lane, workers: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def what_if(state: RunState, report: RunReport) -> list[dict[str, Any]]:
+def what_if(view: RunView, report: RunReport) -> list[dict[str, Any]]:
     """Return for each host what its loss would take: its workers, and layers that no other worker holds."""
-    plan = state.plan
+    plan = view.plan
     if plan is None:
         return []
     placement, hosts = plan.plan.placement, report.hosts

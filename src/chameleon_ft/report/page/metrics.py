@@ -17,34 +17,36 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 
-from chameleon_ft.events.records import OutcomeRecord
-from chameleon_ft.report.view import CONDITIONS, WORKER_STATES, RunReport, RunState
+from chameleon_ft.events import kinds
+from chameleon_ft.events.base import Event
+from chameleon_ft.events.records import JoinRecord
+from chameleon_ft.report.view import CONDITIONS, WORKER_STATES, RunReport, RunView
 
-_COUNTED: Final[Mapping[str, tuple[str, str]]] = {
-    "bad_step": ("chameleon_bad_steps", "Steps whose loss or gradient was bad."),
-    "empty_step": ("chameleon_empty_steps", "Steps without a loss term, which were skipped."),
-    "refused": ("chameleon_refused_connections", "Connections that were rejected, as far as they are recorded."),
-    "checkpoint_failed": ("chameleon_failed_checkpoints", "Checkpoints that could not be written."),
-    "join": ("chameleon_plan_switches", "Plans that the run has switched to without a failure."),
-    "stalled": ("chameleon_coordinator_stalls", "Times in which the coordinator did not run."),
+_COUNTED: Final[Mapping[type[Event], tuple[str, str]]] = {
+    kinds.BadStep: ("chameleon_bad_steps", "Steps whose loss or gradient was bad."),
+    kinds.EmptyStep: ("chameleon_empty_steps", "Steps without a loss term, which were skipped."),
+    kinds.Refused: ("chameleon_refused_connections", "Connections that were rejected, as far as they are recorded."),
+    kinds.CheckpointFailed: ("chameleon_failed_checkpoints", "Checkpoints that could not be written."),
+    JoinRecord: ("chameleon_plan_switches", "Plans that the run has switched to without a failure."),
+    kinds.Stalled: ("chameleon_coordinator_stalls", "Times in which the coordinator did not run."),
 }
 """Events that are counted: name and help of the metric."""
 
 
-def exposition(state: RunState, report: RunReport, *, accept: str = "") -> tuple[bytes, str]:
+def exposition(view: RunView, report: RunReport, *, accept: str = "") -> tuple[bytes, str]:
     """Return the metrics of a run, and their content type, in the format that an Accept header asks for.
 
     That is OpenMetrics if it is named, and else Prometheus' text format.
     """
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Collector(state, report))
+    registry.register(_Collector(view, report))
     encode, content_type = choose_encoder(accept)
     return encode(registry), content_type
 
 
 class _Collector(Collector):
-    def __init__(self, state: RunState, report: RunReport) -> None:
-        self._state = state
+    def __init__(self, view: RunView, report: RunReport) -> None:
+        self._view = view
         self._report = report
 
     def collect(self) -> Iterable[Metric]:
@@ -79,7 +81,8 @@ class _Collector(Collector):
                 age_s = max(0.0, report.at - saved.time)
                 yield _gauge(f"chameleon_{name}_age_seconds", f"Age of the newest complete {name}.", age_s)
                 yield _gauge(f"chameleon_{name}_step", f"Step that the newest {name} resumes with.", saved.step)
-        yield from self._counts()
+        for kind, (name, text) in _COUNTED.items():
+            yield _counter(name, text, self._view.counts[kind])
 
     def _progress(self) -> Iterable[Metric]:
         report = self._report
@@ -115,10 +118,8 @@ class _Collector(Collector):
 
     def _predictions(self) -> Iterable[Metric]:
         """Yield predicted over actual values of the newest decision whose outcome is known."""
-        newest = next((event for event in reversed(self._state.events) if event["event"] == "outcome"), None)
-        if newest is None:
+        if (outcome := self._view.outcome) is None:
             return
-        outcome = OutcomeRecord.from_json(newest)
         family = GaugeMetricFamily(
             "chameleon_predicted_over_actual",
             "Predicted value of the newest decision, divided by the measured one.",
@@ -128,14 +129,6 @@ class _Collector(Collector):
             if error is not None and math.isfinite(error) and error > -1:
                 family.add_metric([name], 1 / (1 + error))
         yield family
-
-    def _counts(self) -> Iterable[Metric]:
-        counts = dict.fromkeys(_COUNTED, 0)
-        for event in self._state.events:
-            if event["event"] in counts:
-                counts[event["event"]] += 1
-        for event_name, (metric, text) in _COUNTED.items():
-            yield _counter(metric, text, counts[event_name])
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

@@ -23,7 +23,7 @@ class SinkType:
         title: for messages.
         make: makes one, of the value of its flag; loads its package.
         package: that it needs, if any; the extra has the name of the sink.
-        is_for_news: whether it gets only records that are written from now on.
+        is_for_news: It gets only records that are written from now on.
     """
 
     title: str

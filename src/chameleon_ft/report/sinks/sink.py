@@ -1,9 +1,4 @@
-"""The interface of a sink.
-
-Delivers the lines of a run's files to a sink that may fail.
-
-The numbers of a record by name, for tools that draw curves.
-"""
+"""The interface of a sink, the delivery of records to one that may fail, and the numbers of a record by name."""
 
 from __future__ import annotations
 
@@ -12,24 +7,17 @@ import math
 from collections.abc import Iterator
 from typing import Protocol
 
-from chameleon_ft.events.records import (
-    FailureCostRecord,
-    FailureRecord,
-    JoinRecord,
-    OtherRecord,
-    OutcomeRecord,
-    RunRecord,
-    StepRecord,
-)
-from chameleon_ft.report.story import PHASES, record_of
-from chameleon_ft.storage.recorder import RecordLine
+from chameleon_ft.events.kinds import CheckpointComplete
+from chameleon_ft.events.lines import Record
+from chameleon_ft.events.records import FailureCostRecord, FailureRecord, JoinRecord, OutcomeRecord, StepRecord
+from chameleon_ft.report.story import PHASES
 
 
 class Sink(Protocol):
     """Takes the records of a run in their order, for another tool; both methods may raise anything."""
 
-    def take(self, record: RunRecord, *, at: float) -> bool:
-        """Take a record that was written at `at`, in Unix seconds. Return whether it is one that this sink delivers."""
+    def take(self, record: Record) -> bool:
+        """Take a record. Return whether it is one that this sink delivers."""
 
     def close(self) -> None:
         """Deliver all that waits; nothing follows."""
@@ -39,10 +27,10 @@ _logger = logging.getLogger(__name__)
 
 
 class Delivery:
-    """Hands lines to a sink that may fail: that is logged once, and once when it works again.
+    """Hands records to a sink that may fail: that is logged once, and once when it works again.
 
     Args:
-        name: of the sink, for the log.
+        name: The name of the sink in the log.
     """
 
     def __init__(self, name: str, sink: Sink) -> None:
@@ -50,12 +38,10 @@ class Delivery:
         self._sink = sink
         self._failed = 0
 
-    def deliver(self, line: RecordLine) -> None:
-        """Deliver a line; never raises."""
-        name, fields = line
+    def deliver(self, record: Record) -> None:
+        """Deliver a record; never raises."""
         try:
-            record = StepRecord.from_json(fields) if name == "metrics" else record_of(fields)
-            is_delivered = self._sink.take(record, at=fields["time"])
+            is_delivered = self._sink.take(record)
         except Exception as error:  # noqa: BLE001 - of a library, a disk or a network that the run does not depend on
             if not self._failed:
                 _logger.warning("%s does not take records: %s: %s", self._name, type(error).__name__, error)
@@ -73,12 +59,12 @@ class Delivery:
             _logger.warning("%s could not be ended: %s: %s", self._name, type(error).__name__, error)
 
 
-def scalars_of(record: RunRecord) -> dict[str, float]:
+def scalars_of(record: Record) -> dict[str, float]:
     """Return the numbers of a record that are finite and known; their names have the form "group/name"."""
     return {name: value for name, value in _scalars(record) if value is not None and math.isfinite(value)}
 
 
-def _scalars(record: RunRecord) -> Iterator[tuple[str, float | None]]:
+def _scalars(record: Record) -> Iterator[tuple[str, float | None]]:
     match record:
         case StepRecord():
             yield "train/loss", record.loss
@@ -101,6 +87,6 @@ def _scalars(record: RunRecord) -> Iterator[tuple[str, float | None]]:
             yield "predictions/stall_error", record.stall_error
         case JoinRecord():
             yield "switches/stall_s", record.stall_s
-        case OtherRecord(event="checkpoint", fields=fields):
-            yield "checkpoints/copy_s", fields["copy_s"]
-            yield "checkpoints/write_s", fields["write_s"]
+        case CheckpointComplete():
+            yield "checkpoints/copy_s", record.copy_s
+            yield "checkpoints/write_s", record.write_s

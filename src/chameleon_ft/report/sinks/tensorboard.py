@@ -17,11 +17,12 @@ from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
 from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from chameleon_ft.events.records import RunRecord, StepRecord
+from chameleon_ft.events.lines import Record
+from chameleon_ft.events.records import StepRecord
 from chameleon_ft.report.sinks.sink import scalars_of
 from chameleon_ft.report.story import Notice, notices_of
 
-_VERSION: Final = "brain.Event:2"  # of the format
+_VERSION: Final = "brain.Event:2"
 
 
 class TensorBoardSink:
@@ -34,18 +35,18 @@ class TensorBoardSink:
         self._file = _EventFile(folder)
         self._step: int | None = None
 
-    def take(self, record: RunRecord, *, at: float) -> bool:
+    def take(self, record: Record) -> bool:
         """See `Sink`."""
         step = record.step if isinstance(record, StepRecord) else self._step or 0
         if self._step is None or step < self._step:
             # TensorBoard forgets what was written of this step and later ones.
             start = SessionLog(status=SessionLog.START)
-            self._file.append(Event(wall_time=at, step=step, session_log=start))
+            self._file.append(Event(wall_time=record.time, step=step, session_log=start))
         self._step = step
         values = [Values.Value(tag=tag, simple_value=value) for tag, value in scalars_of(record).items()]
         values += [_text(notice) for notice in notices_of(record)]
         if values:
-            self._file.append(Event(wall_time=at, step=step, summary=Values(value=values)))
+            self._file.append(Event(wall_time=record.time, step=step, summary=Values(value=values)))
         return bool(values)
 
     def close(self) -> None:

@@ -14,26 +14,20 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.trace import Status, StatusCode, set_span_in_context
 
 import chameleon_ft
-from chameleon_ft.events.records import (
-    FailureCostRecord,
-    FailureRecord,
-    JoinRecord,
-    OtherRecord,
-    OutcomeRecord,
-    RunRecord,
-)
+from chameleon_ft.events.base import Event
+from chameleon_ft.events.kinds import Hang, Lost, StateDiffers
+from chameleon_ft.events.lines import Record
+from chameleon_ft.events.records import FailureCostRecord, FailureRecord, JoinRecord, OutcomeRecord
 from chameleon_ft.report.story import PHASES
 
 _TIMEOUT_S: Final = 5.0
-_NOTICED: Final = frozenset({"lost", "hang", "state_differs"})
-"""Events that become events of the span of the incident that follows."""
-
 _Value = str | int | float | bool
 
 
 def otlp_exporter(url: str) -> SpanExporter:
     """Return an exporter to a collector; the path of a URL without one is /v1/traces."""
-    logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # it would log each attempt; `Delivery` does so once
+    # It would log each attempt; `Delivery` does so once.
+    logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
     has_path = "/" in url.rstrip("/").partition("://")[2]
     return OTLPSpanExporter(url if has_path else f"{url.rstrip('/')}/v1/traces", timeout=_TIMEOUT_S)
 
@@ -56,22 +50,23 @@ class TraceSink:
         provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         provider.add_span_processor(self._ended)
         self._tracer = provider.get_tracer("chameleon_ft", chameleon_ft.__version__)
-        self._noticed: list[tuple[OtherRecord, float]] = []
-        self._trace: tuple[int, Context, float] | None = None  # of the newest plan: generation, root, when it resumed
+        self._noticed: list[Event] = []
+        # The newest plan: its generation, the root span, and when training resumed.
+        self._trace: tuple[int, Context, float] | None = None
 
-    def take(self, record: RunRecord, *, at: float) -> bool:
+    def take(self, record: Record) -> bool:
         """See `Sink`."""
         match record:
-            case OtherRecord(event=event) if event in _NOTICED:
-                self._noticed.append((record, at))
+            case Lost() | Hang() | StateDiffers():
+                self._noticed.append(record)
             case FailureRecord():
-                self._failure(record, at)
+                self._failure(record)
             case JoinRecord():
-                self._begin("switch", record, at)
+                self._begin("switch", record)
             case FailureCostRecord() | OutcomeRecord() if self._trace is not None:
                 _, root, resumed = self._trace
                 name = "interrupted step" if isinstance(record, FailureCostRecord) else "outcome"
-                self._span(name, resumed, at, record.to_json(), within=root)
+                self._span(name, resumed, record.time, record.values(), within=root)
         spans = self._ended.take()
         if spans and self._exporter.export(spans) is not SpanExportResult.SUCCESS:
             raise OSError("spans were not accepted; is this the address of a collector for OTLP over HTTP?")
@@ -81,34 +76,35 @@ class TraceSink:
         """See `Sink`."""
         self._exporter.shutdown()
 
-    def _failure(self, record: FailureRecord, at: float) -> None:
-        if self._trace is None or self._trace[0] != record.generation:  # else it was lost together with others
-            self._begin("incident", record, at)
+    def _failure(self, record: FailureRecord) -> None:
+        # Workers that are lost together share a trace.
+        if self._trace is None or self._trace[0] != record.generation:
+            self._begin("incident", record)
         assert self._trace is not None
         self._span(
             f"worker {record.worker} lost",
-            at - record.stall_s,
-            at,
-            record.to_json(),
+            record.time - record.stall_s,
+            record.time,
+            record.values(),
             within=self._trace[1],
             error=record.cause,
         )
 
-    def _begin(self, name: str, record: FailureRecord | JoinRecord, at: float) -> None:
+    def _begin(self, name: str, record: FailureRecord | JoinRecord) -> None:
         """Begin the trace of a plan with the stall before it and its phases."""
-        start = at - record.stall_s
+        start = record.time - record.stall_s
         fields = ("generation", "resume_step", "policy", "action", "stall_s", "moved_bytes", "step")
-        values = {field: value for field, value in record.to_json().items() if field in fields}
+        values = {field: value for field, value in record.values().items() if field in fields}
         root = self._tracer.start_span(name, Context(), start_time=_ns(start), attributes=_attributes(values))
-        for noticed, when in self._noticed:
-            root.add_event(noticed.event, _attributes(noticed.fields), timestamp=_ns(when))
+        for noticed in self._noticed:
+            root.add_event(noticed.name, _attributes(noticed.values()), timestamp=_ns(noticed.time))
         self._noticed.clear()
-        self._trace = record.generation, set_span_in_context(root, Context()), at
+        self._trace = record.generation, set_span_in_context(root, Context()), record.time
         for field, phase in PHASES.items():
             if seconds := getattr(record, field, None):
                 self._span(phase, start, start + seconds, {}, within=self._trace[1])
                 start += seconds
-        root.end(_ns(at))
+        root.end(_ns(record.time))
 
     def _span(
         self,

@@ -6,15 +6,17 @@ import json
 import urllib.request
 from typing import Final
 
-from chameleon_ft.events.records import OtherRecord, RunRecord, StepRecord
+from chameleon_ft.events import kinds
+from chameleon_ft.events.lines import Record
+from chameleon_ft.events.records import FailureCostRecord, FailureRecord, JoinRecord, OutcomeRecord
 from chameleon_ft.report.story import notices_of
-from chameleon_ft.storage.recorder import line_of
 
 _TIMEOUT_S: Final = 10.0
-_SENT: Final = frozenset(
-    {"lost", "bad_step", "checkpoint_failed", "drain_failed", "finished", "hang", "slow", "state_differs", "took_over"}
+_SENT: Final = (
+    *(FailureRecord, FailureCostRecord, OutcomeRecord, JoinRecord, kinds.Lost, kinds.Hang, kinds.Slow),
+    *(kinds.BadStep, kinds.StateDiffers, kinds.CheckpointFailed, kinds.DrainFailed, kinds.TookOver, kinds.Finished),
 )
-"""Events that are sent beside failures, their costs and outcomes, and switches."""
+"""Events that are sent."""
 
 
 class WebhookSink:
@@ -32,22 +34,18 @@ class WebhookSink:
         self._url = url
         self._run = run
 
-    def take(self, record: RunRecord, *, at: float) -> bool:
+    def take(self, record: Record) -> bool:
         """See `Sink`."""
-        match record:
-            case StepRecord():
-                return False
-            case OtherRecord(event=event) if event not in _SENT:
-                return False
-        values = record.to_json()
+        if not isinstance(record, _SENT):
+            return False
+        values = record.values()
         lines = [
             line
             for notice in notices_of(record)
             for line in (notice.title, *(f"{key}: {value}" for key, value in notice.facts))
         ]
-        event = line_of(record)[1]["event"]
-        text = "\n".join(lines) or f"{event}: " + ", ".join(f"{key} {value}" for key, value in values.items())
-        body = {"run": self._run, "event": event, "text": f"{self._run}: {text}", "record": values}
+        text = "\n".join(lines) or f"{record.name}: " + ", ".join(f"{key} {value}" for key, value in values.items())
+        body = {"run": self._run, "event": record.name, "text": f"{self._run}: {text}", "record": values}
         request = urllib.request.Request(
             self._url, data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}, method="POST"
         )

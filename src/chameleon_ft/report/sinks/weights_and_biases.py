@@ -7,7 +7,8 @@ from typing import Final
 
 import wandb
 
-from chameleon_ft.events.records import FailureRecord, RunRecord, StepRecord
+from chameleon_ft.events.lines import Record
+from chameleon_ft.events.records import FailureRecord, StepRecord
 from chameleon_ft.report.sinks.sink import scalars_of
 from chameleon_ft.report.story import notices_of
 from chameleon_ft.storage.files import RunDirectory
@@ -44,15 +45,15 @@ class WandbSink:
         self._step = 0
         self._rows: deque[list[float | int | str]] = deque(maxlen=_MAX_ROWS)
 
-    def take(self, record: RunRecord, *, at: float) -> bool:
+    def take(self, record: Record) -> bool:
         """See `Sink`."""
         if isinstance(record, StepRecord):
             self._step = record.step
         if scalars := scalars_of(record):
-            self._run.log({"step": self._step, "time": at, **scalars})
+            self._run.log({"step": self._step, "time": record.time, **scalars})
         for notice in notices_of(record):
             facts = "\n".join(f"{name}: {value}" for name, value in notice.facts)
-            self._rows.append([at, self._step, notice.title, facts])
+            self._rows.append([record.time, self._step, notice.title, facts])
             if isinstance(record, FailureRecord):
                 self._run.alert(notice.title, facts)
         return bool(scalars)
