@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from itertools import chain, repeat
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from chameleon_ft.config import Checkpoint, Recovery, Timeouts
 from chameleon_ft.coordinator.commands import Command, Launch, MeasureOperations, Record, Send, Task
@@ -47,6 +47,22 @@ from tests.coordinator.journaled import Replayed
 from tests.coordinator.plans import LAYERS, a_plan, in_waves
 
 AGENT = 1000  # connection of the first agent
+DECISION: Final[Mapping[str, object]] = {
+    "search_s": 0.1,
+    "prepared": False,
+    "trigger": "review",
+    "step": 0,
+    "lost": [],
+    "live": 4,
+    "plan": "of a test",
+    "rate": {"failures": 0, "worker_s": 0.0, "prior_failures": 1.0, "worker_mtbf_s": 1e6},
+    "stall": {"repeat_s": 0.0, "detect_s": 0.0, "stop_s": 0.0, "decide_s": 0.0, "regroup_s": 0.0},
+    "corrections": {"operations": 1.0, "step": 1.0, "transfer": 1.0, "slow": {}},
+    "chosen": None,
+    "horizon_s": 1.0,
+    "candidates": [],
+}
+"""The fields of the record of a decision."""
 _SELDOM_S = 2 * TICK_S  # the most that does not count as held up
 
 Kind = TypeVar("Kind")
@@ -336,6 +352,7 @@ class History:
                 question=question,
                 staying=staying,
                 plans=plans,
+                record=DECISION,
                 reason="no reason",
             )
         )
