@@ -29,6 +29,7 @@ from dataclasses import dataclass
 
 from chameleon_ft.config import Backend
 from chameleon_ft.coordinator.detectors.base import Note, ProcessExited
+from chameleon_ft.events.base import Event, event
 from chameleon_ft.recovery import Policy, Proposal
 from chameleon_ft.report.sinks.registry import SinkType
 
@@ -41,6 +42,11 @@ class Slow:
         return [Proposal(name=name, reason="it takes too long")]
 
 
+@event("exits")
+class ExitCount(Event):
+    count: int
+
+
 @dataclass(frozen=True)
 class Exits:
     count: int = 0
@@ -48,14 +54,14 @@ class Exits:
     def observe(self, signal):
         if not isinstance(signal, ProcessExited):
             return self, ()
-        return Exits(self.count + 1), (Note("exits", {"count": self.count + 1}),)
+        return Exits(self.count + 1), (Note(ExitCount(count=self.count + 1)),)
 
 
 class File:
     def __init__(self, path):
         self.path = path
 
-    def take(self, record, *, at):
+    def take(self, record):
         with open(self.path, "a") as file:
             print(type(record).__name__, file=file)
         return True
@@ -145,7 +151,7 @@ def test_a_sink_gets_records(tmp_path: Path) -> None:
     run.events_file.write_text('{"time": 1.0, "event": "finished", "status": "finished", "reason": ""}\n')
     assert "file" in SINKS
     track.main([str(run.path), "--sink", f"file={tmp_path / 'records.txt'}"])
-    assert (tmp_path / "records.txt").read_text() == "OtherRecord\n"
+    assert (tmp_path / "records.txt").read_text() == "Finished\n"
 
 
 def test_a_backend_makes_the_communicators_of_a_rank() -> None:

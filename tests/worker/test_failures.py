@@ -100,7 +100,8 @@ def test_kills_while_checkpoints_are_written(tmp_path: Path) -> None:
     assert ended.lost == {1, 4}
     # Worker 1 wrote nothing of checkpoint 3, so it never became complete; the ones after it did, unless a slow disk
     # was still at the one before. Of the last one, other workers wrote the layers that worker 4 had not.
-    written = [event["step"] for event in ended.events("checkpoint")]
+    # A step that is repeated writes its own once more, which is recorded again.
+    written = [*dict.fromkeys(event["step"] for event in ended.events("checkpoint"))]
     assert 3 not in written
     assert written[-1] == 10
     assert complete_checkpoints(ended.run.checkpoints) == written[-2:]
