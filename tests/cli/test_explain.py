@@ -264,7 +264,7 @@ def test_the_story_of_a_real_run(tmp_path: Path, capsys: pytest.CaptureFixture[s
     for story, failure in zip((first, second), ended.failures, strict=True):
         outcome = story["outcome"]
         assert story["policy"] == story["chosen"] == outcome["policy"] == failure.policy
-        assert story["losses"] == [failure.to_json() | {"lost_layers": []}]
+        assert story["losses"] == [failure.values() | {"lost_layers": []}]
         chosen = next(each for each in story["candidates"] if each["policy"] == story["chosen"])
         assert (outcome["predicted_step_s"], outcome["predicted_stall_s"]) == (chosen["step_s"], chosen["stall_s"])
         steps = [step for step in ended.run.steps() if step.generation == story["generation"]]

@@ -92,13 +92,15 @@ def test_a_failed_run_resumes_from_its_checkpoint(tmp_path: Path) -> None:
     config = small_config(
         tmp_path,
         workers=2,
+        steps=30,
         parallel=Parallel(dp=1, pp=2),
-        checkpoint=Checkpoint(every=2),
-        failures=(fails(0, step=7), fails(1, step=7)),
+        # Far enough apart for a disk that is slow.
+        checkpoint=Checkpoint(every=8),
+        failures=(fails(0, step=27), fails(1, step=27)),
     )
     failed = train_here(config, tmp_path / "run")
     assert (failed.code, failed.summary["status"]) == (1, "failed")
     newest = complete_checkpoints(failed.run.checkpoints)[-1]
     resumed = resume_here(failed, workers=3, parallel=Parallel(dp=3, pp=1))
-    assert_trained_as_if_nothing_failed(resumed, repeated_steps=7 - newest)
-    assert resumed.steps == [*range(7), *range(newest, 10)]
+    assert_trained_as_if_nothing_failed(resumed, repeated_steps=27 - newest)
+    assert resumed.steps == [*range(27), *range(newest, 30)]
