@@ -1,7 +1,7 @@
 """Draws the picture of architecture.md from the imports of the code: `python docs/architecture.py`.
 
 A package stands above all packages that it imports. An arrow leads to each package that it imports and that it does
-not reach through another one (the transitive reduction of the import graph). The words are those of the page's tables.
+not reach through another one (the transitive reduction of the import graph). The words are those of the page's list.
 A test compares the picture with the code.
 """
 
@@ -42,14 +42,11 @@ def imports() -> nx.DiGraph:
 
 
 def described() -> tuple[dict[str, str], frozenset[str]]:
-    """Return the content of each package, from the page's tables, and the packages of the pure part."""
+    """Return the content of each package, from the page's list, and the packages of the pure part."""
     pure, _, others = PAGE.read_text(encoding="utf-8").partition("The other packages")
-    rows = {
-        part: [(name, content) for cell, content in re.findall(r"^\| (`.*?`) \| ([^|]+?) \|", text, re.MULTILINE)
-               for name in re.findall(r"`(\w+)`", cell)]
-        for part, text in (("pure", pure), ("others", others))
-    }  # fmt: skip
-    return dict(rows["pure"] + rows["others"]), frozenset(name for name, _ in rows["pure"])
+    entry = re.compile(r"^- \*\*`(\w+)`\*\*: ([^.]+)\.", re.MULTILINE)
+    ours = {name: " ".join(content.split()) for name, content in entry.findall(pure)}
+    return ours | {name: " ".join(content.split()) for name, content in entry.findall(others)}, frozenset(ours)
 
 
 def rows(graph: nx.DiGraph) -> list[list[str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -210,6 +211,19 @@ def test_imports_point_one_way() -> None:
         if part(module) not in {*PURE, "", "__main__"}:
             forbidden[module] = sorted(parts_imported_at_runtime(path) - MAY_IMPORT[part(module)] - {part(module)})
     assert {module: parts for module, parts in forbidden.items() if parts} == {}
+
+
+def test_the_page_on_architecture_has_these_rules() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "architecture.md").read_text(encoding="utf-8")
+    paragraphs = dict(re.findall(r"^- \*\*`(\w+)`\*\*: (.*?)(?=\n- |\n\n)", page, re.MULTILINE | re.DOTALL))
+    assert tuple(paragraphs)[: len(PURE)] == PURE
+    described = {}
+    for name in paragraphs.keys() - set(PURE):
+        _, rule = re.split(r"May\s+import", paragraphs[name])
+        described[name] = set(re.findall(r"`(\w+)`", rule)) | (
+            set(PURE) if "the pure part" in " ".join(rule.split()) else set()
+        )
+    assert described == {name: rule - {name} for name, rule in MAY_IMPORT.items()}
 
 
 def test_no_part_imports_private_modules_or_names_of_another() -> None:

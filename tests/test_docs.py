@@ -49,6 +49,24 @@ def test_the_picture_of_the_architecture_is_that_of_the_code() -> None:
     assert script.described()[0].keys() >= script.imports().nodes, "describe the package in docs/architecture.md"
 
 
+def files_called(name: str) -> list[Path]:
+    """Return the files that a page means by a name: a path in the package or the repository, or the end of one."""
+    folders = (ROOT / "src" / "chameleon_ft", ROOT / "tests", ROOT / "benchmarks", ROOT / "docs")
+    return [path for folder in folders for path in folder.rglob("*.py") if f"/{path}".endswith(f"/{name}")]
+
+
+def test_the_files_and_names_on_the_page_on_architecture_exist() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    assert [name for name in sorted(set(re.findall(r"`([\w/]+\.py)`", page))) if not files_called(name)] == []
+    inside = re.findall(r"`([\w.]+)`\s+(?:in|of)\s+`([\w/]+\.py)`", page)
+    assert len(inside) > 20
+    missing = []
+    for name, file in inside:
+        if not any(re.search(rf"\b{name.split('.')[-1]}\b", each.read_text("utf-8")) for each in files_called(file)):
+            missing.append(f"{name} in {file}")
+    assert missing == []
+
+
 def test_the_picture_of_memory_has_the_predictions() -> None:
     pytest.importorskip("matplotlib")
     script = load_script("memory")
