@@ -11,8 +11,6 @@ import time
 from pathlib import Path
 from typing import Final
 
-__all__ = ["unix_s"]
-
 _VARIABLE: Final = "CHAMELEON_CLOCK"  # BOOT ID=Unix seconds at the boot of this host
 
 

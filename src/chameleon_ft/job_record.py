@@ -7,8 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, TypeAlias
 
-__all__ = ["ACCEPTABLE", "Change", "Fact", "JobRecord"]
-
 Fact: TypeAlias = "str | int | float | Sequence[str | int | float] | None"
 """A value to name, or the sketch of a tensor: a digest, or numbers that agree on all machines up to rounding."""
 

@@ -41,7 +41,7 @@ class Registry(Mapping[str, T]):
 
     Args:
         kind: for messages.
-        group: of entry points, after "chameleon_ft.".
+        group: the group of entry points, after "chameleon_ft.".
         own: name -> implementation; or its place, for one that is imported when it is used.
     """
 

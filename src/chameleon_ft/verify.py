@@ -37,8 +37,6 @@ from chameleon_ft.storage.files import RunDirectory
 from chameleon_ft.storage.run_storage import checkpoint_storage
 from chameleon_ft.storage.stores import Storage
 
-__all__ = ["TOLERANCES", "StepComparison", "UsersLoop", "Verification", "WeightComparison", "repeat_run"]
-
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _SLICE = re.compile(r"(?P<name>.*)\[(?P<first>\d+):\d+\]")
 

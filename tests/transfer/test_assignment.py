@@ -68,7 +68,7 @@ def test_the_flow_is_the_best_by_all_three_criteria(few: int, monkeypatch: pytes
         total = int((problem.cost * flow).sum())
         others = int(flow[~np.array(preferred)].sum())
         assert (total, int(problem.cost[flow > 0].max()), others) == min(every_outcome(problem, preferred))
-        assert int((problem.cost * problem.least_cost_flow()).sum()) == total
+        assert int((problem.cost * problem.min_cost_flow()).sum()) == total
 
     check()
 

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Final
@@ -43,7 +43,7 @@ class DecisionTasks:
     """Carries out `Task.DECIDE` and `Task.CONSIDER_SCALE_UP`, at once or in the background.
 
     Args:
-        resume: whether to begin with a checkpoint.
+        resume: True if training begins with a checkpoint.
         changes: how the job differs from the one that it was written by.
         now: returns the time.
         handle: takes an answer that comes later.
@@ -102,17 +102,15 @@ class DecisionTasks:
             self._recorder.record(kinds.CheckpointUnreadable(step=step, error=found.damage, message=message))
             return self.decide(state, {**damages, step: found.damage})
 
+        async def handle_later() -> None:
+            if (later := examined(await asyncio.wrap_future(examining))) is not None:
+                self._handle(later)
+
         examining = self._checkpoints.examine(step)
         if examining.done():
             return examined(examining.result())
-        self._tasks.start(self._handle_later(examining, examined))
+        self._tasks.start(handle_later())
         return None
-
-    async def _handle_later(
-        self, examining: Future[Examined], examined: Callable[[Examined], events.Event | None]
-    ) -> None:
-        if (answer := examined(await asyncio.wrap_future(examining))) is not None:
-            self._handle(answer)
 
     def _decided(self, state: State, checkpoints: list[int], unreadable: Mapping[int, str]) -> events.Event:
         question = state.question
@@ -268,9 +266,9 @@ class RunSetup:
     Attributes:
         profile: measured costs, if there are any.
         plan: the plan to start with, if one was given.
-        resume: whether to begin with a checkpoint.
+        resume: True if training begins with a checkpoint.
         changes: how the job differs from the one that the checkpoint was written by.
-        takes_over: whether the run is training already, without a coordinator.
+        takes_over: True if the run is training already, without a coordinator.
         executor: prepares decisions on losses during training; without it, each is made after the loss.
     """
 

@@ -75,7 +75,11 @@ class LastEntry:
             for line in read_lines(path) if path.exists() else ():
                 last = cls.first(line) if last is None else last.after(line)
         except (ConfigError, ControlError, ValueError, LookupError, TypeError, AttributeError) as error:
-            why = _describe(error)
+            why = str(error)
+            if not isinstance(error, ConfigError):
+                name = type(error).__name__
+                why = describe_invalid(error) if isinstance(error, ValidationError) else f"{name}: {error}"
+                why += "; it is damaged, or another version of chameleon wrote it"
             raise ControlError(f"{path}: the journal of the run cannot be read ({why}); begin with --resume") from None
         return last
 
@@ -104,14 +108,6 @@ class LastEntry:
 
 def _counts(line: Mapping[str, Any]) -> dict[int, int]:
     return {int(connection): count for connection, count in line.get("received", {}).items()}
-
-
-def _describe(error: Exception) -> str:
-    """Return why a journal cannot be read."""
-    if isinstance(error, ConfigError):
-        return str(error)
-    why = describe_invalid(error) if isinstance(error, ValidationError) else f"{type(error).__name__}: {error}"
-    return f"{why}; it is damaged, or another version of chameleon wrote it"
 
 
 def event_fields(event: events.Event) -> dict[str, object]:
@@ -153,7 +149,7 @@ class Journal:
     - A switch to the next generation that has begun: ranks say so, see `Hello.switch_to`.
 
     Args:
-        path: of the file.
+        path: the file.
         files: writes it, in its order with all other files.
         min_bytes: of events, after which it may begin anew, once they are several times as long as the whole state.
     """

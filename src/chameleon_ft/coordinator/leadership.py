@@ -89,7 +89,7 @@ class Leadership:
 
     Attributes:
         claim: the claim of the present term.
-        is_suspended: whether it waits for a sign of life of another host.
+        is_suspended: True while it waits for a sign of life of another host.
         lapse: why the tenure has run out; empty if this process did not run.
     """
 

@@ -189,7 +189,14 @@ class Agent:
                 case Probe(probe=probe, worker=only):
                     for (worker, incarnation), rank in self._ranks.items():
                         if only in (None, worker):
-                            self._connection.send(_state_of(rank, probe, worker=worker, incarnation=incarnation))
+                            state = ProcessState(
+                                probe=probe,
+                                worker=worker,
+                                incarnation=incarnation,
+                                stopped=is_stopped(rank.pid),
+                                doing=read_in_progress(rank.pid),
+                            )
+                            self._connection.send(state)
                 case Exit():
                     self._exit = message
                     # Drained workers may still be writing their parts of a checkpoint.
@@ -285,20 +292,17 @@ class Agent:
             rank.kill()
 
     async def _spawn(self, worker: int, incarnation: int) -> HostProcess:
+        # Later incarnations run on the accelerator of the first one.
+        if worker not in self._local_indexes:
+            taken = set(self._local_indexes.values())
+            self._local_indexes[worker] = next(index for index in itertools.count() if index not in taken)
         return await self._start_rank(
             access=self._connection.access,
             worker=worker,
             incarnation=incarnation,
             host=self._host,
-            local_index=self._local_index(worker),
+            local_index=self._local_indexes[worker],
         )
-
-    def _local_index(self, worker: int) -> int:
-        """Return the index of a worker: later incarnations run on the accelerator of the first one."""
-        if worker not in self._local_indexes:
-            taken = set(self._local_indexes.values())
-            self._local_indexes[worker] = next(index for index in itertools.count() if index not in taken)
-        return self._local_indexes[worker]
 
     def _look_after(self, worker: int, incarnation: int, rank: HostProcess) -> None:
         self._ranks[worker, incarnation] = rank
@@ -321,7 +325,3 @@ class Agent:
     def _were_told_to_exit(self) -> bool:
         """Return whether all ranks have ended, the last one by an order: the run is over, or they have left it."""
         return not (self._ranks or self._pending) and self._last_exit_code in (0, os.EX_TEMPFAIL)
-
-
-def _state_of(rank: HostProcess, probe: int, **rank_id: int) -> ProcessState:
-    return ProcessState(probe=probe, stopped=is_stopped(rank.pid), doing=read_in_progress(rank.pid), **rank_id)

@@ -213,7 +213,7 @@ class GenerationSpec:
         transition: the change of placement before the generation trains; None if the placement stays.
         restoration: how workers come to hold the snapshot again, if they begin with one.
         lost_layers: layers that no live worker held after the loss.
-        rest: of step `first_step`, if it was interrupted and is completed.
+        rest: what is left of step `first_step`, if it was interrupted and is completed.
         migration: layers that move while the generation trains.
         hold_s: with `migration`, seconds that a vote may wait for the layers and the switch that follows.
         migration_s: with `migration`, predicted seconds until all layers have arrived.

@@ -316,15 +316,12 @@ class _Work:
         seconds: dict[int, float] = defaultdict(float)
         for hop in remaining:
             if hop.forward or hop.backward or hop.weight_grad:
-                seconds[hop.worker] += self._seconds_of(hop)
+                key = hop.worker, hop.layers.start, hop.layers.stop, hop.forward, hop.backward, hop.weight_grad
+                if key not in self._remaining_s:
+                    kinds = kinds_of(hop, self._plan)
+                    self._remaining_s[key] = math.fsum(self._compute_s(hop.worker, kind, hop.layers) for kind in kinds)
+                seconds[hop.worker] += self._remaining_s[key]
         return remaining, seconds
-
-    def _seconds_of(self, hop: PartialHop) -> float:
-        key = hop.worker, hop.layers.start, hop.layers.stop, hop.forward, hop.backward, hop.weight_grad
-        if key not in self._remaining_s:
-            kinds = kinds_of(hop, self._plan)
-            self._remaining_s[key] = math.fsum(self._compute_s(hop.worker, kind, hop.layers) for kind in kinds)
-        return self._remaining_s[key]
 
 
 def _parts(layers: LayerRange, survivors: Placement, *, cut: bool) -> Iterator[tuple[LayerRange, tuple[int, ...]]]:

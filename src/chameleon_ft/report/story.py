@@ -88,16 +88,12 @@ def _join(record: JoinRecord) -> Notice:
 def _continued(record: FailureRecord | JoinRecord) -> tuple[tuple[str, str], ...]:
     """Describe the transfer, the stall and the point of resumption."""
     moved = (("moved", _describe_transfer(record)),) if record.moved_bytes else ()
-    resumed = f"at step {record.resume_step} in generation {record.generation}"
-    return *moved, ("stall", _describe_stall(record)), ("resumed", resumed)
-
-
-def _describe_stall(record: FailureRecord | JoinRecord) -> str:
     phases = {name: getattr(record, field, None) for field, name in PHASES.items()}
     if record.transfer_s < 0.0005:
         del phases["transfer"]
     parts = " + ".join(f"{name} {seconds:.3f}" for name, seconds in phases.items() if seconds is not None)
-    return f"{record.stall_s:.3f} s = {parts}"
+    stall = f"{record.stall_s:.3f} s = {parts}"
+    return *moved, ("stall", stall), ("resumed", f"at step {record.resume_step} in generation {record.generation}")
 
 
 def _describe_transfer(record: FailureRecord | JoinRecord) -> str:

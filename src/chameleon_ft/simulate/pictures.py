@@ -10,8 +10,6 @@ from chameleon_ft.simulate.results import Results
 from chameleon_ft.simulate.run import Sweep
 from chameleon_ft.simulate.traces.trace import Trace
 
-__all__ = ["draw_results", "draw_sweep"]
-
 
 def draw_results(path: Path, *, title: str, results: Results, trace: Trace) -> None:
     """Draw the results of each policy on a trace, a row for each, the best first, below the live workers.

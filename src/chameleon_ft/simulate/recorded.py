@@ -72,7 +72,9 @@ def recorded_run(run: RunDirectory, parameters: Parameters = Parameters()) -> Re
         ConfigError: the run has no plan, was resumed, or had no profile and measured nothing.
     """
     config, first = run.config(), _first(run)
-    recovery, every = config.recovery, _steps_between_checkpoints(run)
+    recovery, every = config.recovery, config.checkpoint.every
+    # A run that wrote fewer than two by itself would have been longer.
+    gap = (_median_gap(run, CheckpointComplete) or config.steps) if every == "auto" else every
     step_s = estimate_step(first.plan, first.program, first.costs).step_s
     return RecordedRun(
         policy=recovery.policy,
@@ -84,7 +86,7 @@ def recorded_run(run: RunDirectory, parameters: Parameters = Parameters()) -> Re
             prior_failures=recovery.prior_weight,
             host_failure_fraction=recovery.host_failure_fraction,
             restart_cost_s=recovery.restart_cost_s,
-            checkpoint_interval_s=every * step_s if every else math.inf,
+            checkpoint_interval_s=gap * step_s if gap else math.inf,
             snapshot_every=_steps_between_snapshots(run),
             salvage=recovery.salvage and config.receives_block,
         ),
@@ -231,14 +233,6 @@ def _overheads_s(run: RunDirectory, plans: Mapping[int, GenerationSpec]) -> list
             costs = first.costs if first.costs_from == "profile" else plan.costs
             found.append(statistics.median(usual) - estimate_step(plan.plan, plan.program, costs).step_s)
     return found
-
-
-def _steps_between_checkpoints(run: RunDirectory) -> float:
-    """Return the median if the run chose them itself; a run that wrote fewer than two would have been longer."""
-    config = run.config()
-    if config.checkpoint.every != "auto":
-        return config.checkpoint.every
-    return _median_gap(run, CheckpointComplete) or config.steps
 
 
 def _steps_between_snapshots(run: RunDirectory) -> int:

@@ -24,7 +24,7 @@ class Balanced:
     supply: Integers
     demand: Integers
 
-    def least_cost_flow(self) -> Integers:
+    def min_cost_flow(self) -> Integers:
         """Return the units from each supply to each demand, int64 [supplies, demands], at the least total cost."""
         return self._optimum()[0]
 
@@ -52,7 +52,7 @@ class Balanced:
         # One forbidden pair costs more than all pairs that are not preferred.
         forbidden = int(self.supply.sum()) + 1
         choice = np.where(tight & (self.cost <= limit), np.where(preferred, 0, 1), forbidden)
-        return Balanced(choice, self.supply, self.demand).least_cost_flow()
+        return Balanced(choice, self.supply, self.demand).min_cost_flow()
 
     def _flow(self) -> Integers:
         return self._by_worker() if int(self.supply.sum()) <= _FEW else self._by_group()

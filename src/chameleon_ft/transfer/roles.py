@@ -109,7 +109,7 @@ def assign_roles(
 def min_moved_bytes(workers: Mapping[int, Holding], places: Mapping[int, Holding], layers: Sequence[LayerCost]) -> int:
     """Return the bytes that workers lack for their places in total under the roles of `assign_roles`."""
     problems = (_problem(mine, theirs, layers) for mine, theirs in _by_kind(workers, places))
-    return sum(int((problem.cost * problem.least_cost_flow()).sum()) for problem in problems)
+    return sum(int((problem.cost * problem.min_cost_flow()).sum()) for problem in problems)
 
 
 def remap_placement(placement: Placement, roles: Mapping[int, int]) -> Placement:

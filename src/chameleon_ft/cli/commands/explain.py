@@ -109,7 +109,10 @@ def _show(out: Output, stories: Sequence[DecisionStory], *, total: int) -> None:
                 ("corrected", _describe_corrections(decided.corrections)),
             ]
         )
-        out.text(f"{_describe_search(decided)} {duration(decided.search_s)}")
+        earlier = (
+            "scored before the loss, looked up" if decided.trigger == "loss" else "scored while training continued,"
+        )
+        out.text(f"{earlier if decided.prepared else 'scored'} in {duration(decided.search_s)}")
         # Single holders are named only if they tell the candidates apart.
         differ = (
             len(
@@ -152,14 +155,6 @@ def _describe_trigger(story: DecisionStory) -> str:
         for worker in story.decided.lost
     ]
     return "\n".join(lines)
-
-
-def _describe_search(decided: DecisionEvent) -> str:
-    if not decided.prepared:
-        return "scored in"
-    if decided.trigger == "loss":
-        return "scored before the loss, looked up in"
-    return "scored while training continued, in"
 
 
 def _candidate_row(each: ScoredCandidate, chosen: str | None, *, holders: bool, costs: bool) -> tuple[str, ...]:

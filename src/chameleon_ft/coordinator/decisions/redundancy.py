@@ -64,7 +64,7 @@ def with_owners_between(
 
     Args:
         active: the plan in force.
-        migrates: whether anything moves during training; otherwise there is a transition.
+        migrates: True if anything moves during training; otherwise there is a transition.
         live, layers: the workers that stay, and the costs of all layers, for a transition.
     """
     present, before = active, active.sharding
@@ -194,7 +194,7 @@ class Completion:
         hosts: worker -> host.
         live: the workers that stay.
         host_memory: host -> bytes available for its workers, as far as known.
-        migrates: whether anything moves during training.
+        migrates: True if anything moves during training.
     """
 
     config: RunConfig

@@ -137,7 +137,10 @@ class Watchdog:
 
     def _probed(self, now: float) -> tuple[Self, tuple[Finding, ...]]:
         """Send a probe if it is time for one."""
-        patience_s = self._patience_s
+        # Before the first step there is no measure, and first steps are slow.
+        patience_s = _PATIENCE_FIRST * self.timeouts.message_timeout_s(0.0)
+        if self.steps_s:
+            patience_s = max(_PATIENCE_MIN_S, _PATIENCE * self.step_s)
         if now - self.progress_at_s < patience_s:
             return self, ()
         longest_s = _STOPPED_S if self.stopped else _PROBE_EVERY_MAX_S
@@ -236,13 +239,6 @@ class Watchdog:
             error = f"no worker has received a message for {position.since_s:.1f} s; it waits for {position.doing}"
             reports[worker] = MessageFailed(worker, position.peer, error)
         return tuple(report for report in reports.values() if not _is_transitive(report, reports))
-
-    @property
-    def _patience_s(self) -> float:
-        # Before the first step there is no measure, and first steps are slow.
-        if not self.steps_s:
-            return _PATIENCE_FIRST * self.timeouts.message_timeout_s(0.0)
-        return max(_PATIENCE_MIN_S, _PATIENCE * self.step_s)
 
 
 def _is_transitive(report: MessageFailed, reports: Mapping[int, MessageFailed]) -> bool:

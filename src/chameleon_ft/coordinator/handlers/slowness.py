@@ -36,17 +36,19 @@ def slow_link(draft: Draft, finding: SlowLink) -> None:
 
 def _slowness(draft: Draft, finding: Slow | SlowLink, message: str) -> dict[str, Any]:
     """Return the fields that events about slow workers and links have in common; `message` is the first part of it."""
-    times = _step_times(draft.state, finding.since_step)
     message += f" since step {finding.since_step}"
-    if times is not None:
-        before_s, now_s = times
+    steps_s = draft.state.detectors.watchdog.steps_s
+    count = draft.state.committed - finding.since_step
+    before_s = now_s = None
+    if 0 < count < len(steps_s):
+        before_s, now_s = statistics.median(steps_s[:-count]), statistics.median(steps_s[-count:])
         message += f"; a step takes {duration(now_s)}, and took {duration(before_s)} before"
     return {
         "speed": finding.speed,
         "since_step": finding.since_step,
         "step": draft.state.committed,
-        "before_step_s": None if times is None else times[0],
-        "step_s": None if times is None else times[1],
+        "before_step_s": before_s,
+        "step_s": now_s,
         "message": message,
     }
 
@@ -67,14 +69,6 @@ def recovered_link(draft: Draft, finding: RecoveredLink) -> None:
 def _recovery(draft: Draft, finding: Recovered | RecoveredLink, what: str) -> dict[str, Any]:
     reason = "is tried again, after it was slow" if finding.is_trial else "is as fast as the others again"
     return {"step": draft.state.committed, "is_trial": finding.is_trial, "message": f"{what} {reason}"}
-
-
-def _step_times(state: State, since_step: int) -> tuple[float, float] | None:
-    """Return the median seconds of recent steps before and since a step; None if one of them is not known."""
-    steps_s = state.detectors.watchdog.steps_s
-    count = state.committed - since_step
-    before_s, now_s = steps_s[:-count], steps_s[-count:]
-    return (statistics.median(before_s), statistics.median(now_s)) if count > 0 and before_s else None
 
 
 def inject(draft: Draft, connection: int, message: Inject) -> None:

@@ -29,7 +29,7 @@ class Claim:
             host may have the same name.
         pid: its process.
         renewals: grows with each renewal, by any amount. Only its changes mean something.
-        is_released: whether the coordinator has left the run to another one.
+        is_released: True if the coordinator has left the run to another one.
     """
 
     term: int

@@ -30,7 +30,7 @@ class EtcdLease(RegisterLease[int]):
 
     Args:
         servers: the members of the cluster, or some of them.
-        key: of this run.
+        key: the key of this run.
         user: name and password, for clusters that ask for them; None: none.
     """
 

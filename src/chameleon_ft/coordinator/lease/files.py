@@ -29,7 +29,7 @@ class FileLease:
     cannot claim one that is taken.
 
     Args:
-        directory: of the files of one run; made with the first claim.
+        directory: the directory of the files of one run; made with the first claim.
     """
 
     def __init__(self, directory: Path) -> None:

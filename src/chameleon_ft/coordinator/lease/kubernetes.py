@@ -34,8 +34,8 @@ class KubernetesLease(RegisterLease[_Object | None]):
     Args:
         server: the API server.
         account: directory with the token of the service account, which Kubernetes replaces from time to time.
-        namespace: of the object.
-        name: of the object.
+        namespace: the namespace of the object.
+        name: the name of the object.
         lease_s: seconds for which a renewal holds.
     """
 

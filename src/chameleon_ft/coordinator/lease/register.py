@@ -89,7 +89,7 @@ class Server:
 
     Attributes:
         tls: None: no TLS.
-        timeout_s: of each wait for the server, of which there are a few in a request.
+        timeout_s: seconds of each wait for the server, of which there are a few in a request.
     """
 
     host: str

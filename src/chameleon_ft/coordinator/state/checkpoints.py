@@ -30,8 +30,8 @@ class CheckpointSchedule:
 
     Attributes:
         request: number of the newest request.
-        is_requested: whether ranks have not begun the checkpoint of that request.
-        is_wanted: whether a user has asked for a checkpoint that ranks have not begun.
+        is_requested: True while ranks have not begun the checkpoint of that request.
+        is_wanted: True if a user has asked for a checkpoint that ranks have not begun.
         writing: resume step of the checkpoint that is being written; None if there is none.
         since_s: seconds of steps since the newest checkpoint, that one included.
         unsaved_s: seconds of steps since the newest complete checkpoint.

@@ -322,7 +322,7 @@ class FailureHistory:
         """Note a decision that was carried out.
 
         Args:
-            looked_up: whether it had been prepared.
+            looked_up: True if it had been prepared.
             decide_s: seconds from the quiescing of the last worker until the orders were sent.
             hand_out_s: the part of `decide_s` after the decision was made.
         """
@@ -440,7 +440,7 @@ class Outcomes:
         Args:
             predicted_step_s: None if nothing was predicted; so is `predicted_stall_s`.
             repeated_steps: committed steps that are repeated.
-            is_salvaged: whether the interrupted step is completed.
+            is_salvaged: True if the interrupted step is completed.
         """
         pending = PendingOutcome(
             generation=generation,

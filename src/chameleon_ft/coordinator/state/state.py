@@ -164,7 +164,7 @@ class State:
         """Return the state of a run that no worker has joined.
 
         Args:
-            last_generation: of the resumed run, whose numbering continues.
+            last_generation: the last generation of the resumed run, whose numbering continues.
             skipped: steps that it has found to be bad.
             term: in which the coordinator leads.
         """

@@ -371,7 +371,9 @@ def sized_layer(resident: ResidentLayers) -> LayerCost:
     model, hop = resident.model, Hop(resident, resident.layers)
     layer = resident.layers.start
     own = _max_bytes(resident)
-    again = _bytes_if_selective(resident, own.kept)
+    again = _max_bytes(resident, selective=True) if is_recomputed(layer, model.num_layers) else None
+    if again is not None and again.kept >= own.kept:  # it saves nothing
+        again = None
     behind = model.boundary_bytes(layer)
     halves = own.working_halves if again is None else max(own.working_halves, again.working_halves)
     samples = KEPT_MICRO_BATCHES * sum(tensor.nbytes for tensor in model.samples)
@@ -426,7 +428,10 @@ def _max_bytes(resident: ResidentLayers, *, selective: bool = False) -> _HopByte
 
 def _bytes_of(hop: Hop) -> _HopBytes:
     before, behind = (hop.model.boundary_bytes(layer) for layer in (hop.layers.start - 1, hop.layers.stop - 1))
-    _warm_up(hop)
+    # Run all phases once, so that memory that libraries take for good is not counted.
+    for phases in (hop.fused_phases(), {} if hop.is_first else hop.split_phases()):
+        for run in phases.values():
+            run()
     fused = held_in_phases(hop.fused_phases(), hop.model.device)
     base = fused["enter"].before
     kept = max(0, fused["F"].after - base - behind)
@@ -438,14 +443,6 @@ def _bytes_of(hop: Hop) -> _HopBytes:
     left = max(kept, split["I"].after - base - before - behind)
     halves = max(split["I"].peak, split["W"].peak) - base - left - behind - before
     return _HopBytes(kept, left, working, halves)
-
-
-def _bytes_if_selective(resident: ResidentLayers, activation_bytes: int) -> _HopBytes | None:
-    """Return the bytes of the layer if it is recomputed selectively; None if that saves nothing."""
-    if not is_recomputed(resident.layers.start, resident.model.num_layers):
-        return None
-    found = _max_bytes(resident, selective=True)
-    return found if found.kept < activation_bytes else None
 
 
 def _times(resident: ResidentLayers, repeats: int, *, selective: bool) -> LayerTimes:
@@ -492,10 +489,3 @@ def _seconds(hop: Hop, phases: Mapping[str, Callable[[], None]]) -> dict[str, fl
         hop.model.synchronize()
         found[name] = time.perf_counter() - start
     return found
-
-
-def _warm_up(hop: Hop) -> None:
-    """Run all phases once, so that memory that libraries take for good is not counted."""
-    for phases in (hop.fused_phases(), {} if hop.is_first else hop.split_phases()):
-        for run in phases.values():
-            run()
