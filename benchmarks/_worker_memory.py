@@ -28,7 +28,8 @@ from chameleon_ft.worker.device import is_host_memory
 from chameleon_ft.worker.execution.commit import CommitContext, Committer, ComputedStep
 from chameleon_ft.worker.execution.executor import Executor
 from chameleon_ft.worker.execution.gradients import GradientBuffers
-from chameleon_ft.worker.execution.layers import KEPT_MICRO_BATCHES, HeldLayers, MicroBatches, micro_batches_of
+from chameleon_ft.worker.execution.layers import HeldLayers
+from chameleon_ft.worker.execution.micro_batches import KEPT_MICRO_BATCHES, MicroBatches, micro_batches_of
 from chameleon_ft.worker.execution.reductions import Reductions
 from chameleon_ft.worker.fault_injection import FaultInjector
 from chameleon_ft.worker.mover import Mover

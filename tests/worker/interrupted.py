@@ -19,7 +19,8 @@ from chameleon_ft.sync import Segment, gradient_rounds, gradient_segments, tied_
 from chameleon_ft.worker.communicators.base import CommunicationError
 from chameleon_ft.worker.execution.executor import Executor
 from chameleon_ft.worker.execution.gradients import GradientBuffers
-from chameleon_ft.worker.execution.layers import HeldLayers, micro_batches_of
+from chameleon_ft.worker.execution.layers import HeldLayers
+from chameleon_ft.worker.execution.micro_batches import micro_batches_of
 from chameleon_ft.worker.execution.reductions import Reductions
 from chameleon_ft.worker.execution.steps import StepState, StepStats
 from chameleon_ft.worker.mover import Mover

@@ -22,7 +22,8 @@ from chameleon_ft.worker.communicators.base import Membership
 from chameleon_ft.worker.execution.commit import CommitContext, Committer, ComputedStep
 from chameleon_ft.worker.execution.executor import Executor
 from chameleon_ft.worker.execution.gradients import GradientBuffers
-from chameleon_ft.worker.execution.layers import HeldLayers, micro_batches_of
+from chameleon_ft.worker.execution.layers import HeldLayers
+from chameleon_ft.worker.execution.micro_batches import micro_batches_of
 from chameleon_ft.worker.execution.reductions import Reductions
 from chameleon_ft.worker.execution.steps import StepState
 from chameleon_ft.worker.mover import Mover

@@ -28,7 +28,8 @@ from chameleon_ft.worker.execution.commit import CommitContext, Committer, Compu
 from chameleon_ft.worker.execution.executor import Executor
 from chameleon_ft.worker.execution.gather import ParameterExchange
 from chameleon_ft.worker.execution.gradients import GradientBuffers
-from chameleon_ft.worker.execution.layers import HeldLayer, HeldLayers, micro_batches_of
+from chameleon_ft.worker.execution.layers import HeldLayer, HeldLayers
+from chameleon_ft.worker.execution.micro_batches import micro_batches_of
 from chameleon_ft.worker.execution.reductions import Reductions
 from chameleon_ft.worker.mover import Mover
 from chameleon_ft.worker.state_transfer.layer_messages import Allocation

@@ -30,7 +30,8 @@ from chameleon_ft.worker.execution.backward import input_gradient
 from chameleon_ft.worker.execution.commit import CommitContext, Committer, ComputedStep, StateCheck, StateDiffersError
 from chameleon_ft.worker.execution.executor import Executor
 from chameleon_ft.worker.execution.gradients import GradientBuffers
-from chameleon_ft.worker.execution.layers import HeldLayer, HeldLayers, micro_batches_of
+from chameleon_ft.worker.execution.layers import HeldLayer, HeldLayers
+from chameleon_ft.worker.execution.micro_batches import micro_batches_of
 from chameleon_ft.worker.execution.reductions import Reductions
 from chameleon_ft.worker.execution.steps import StepState
 from chameleon_ft.worker.mover import Mover

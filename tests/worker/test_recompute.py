@@ -21,7 +21,8 @@ from chameleon_ft.schedule import best_program, check_program
 from chameleon_ft.sync import gradient_segments
 from chameleon_ft.worker.execution.executor import Executor
 from chameleon_ft.worker.execution.gradients import GradientBuffers
-from chameleon_ft.worker.execution.layers import HeldLayers, micro_batches_of
+from chameleon_ft.worker.execution.layers import HeldLayers
+from chameleon_ft.worker.execution.micro_batches import micro_batches_of
 from chameleon_ft.worker.execution.steps import StepState
 from tests.harness import assert_trained_as_if_nothing_failed, fails, small_config, train_here
 from tests.strategies import equal_costs

@@ -134,6 +134,7 @@ class StepLoop:
         start_s, start_unix_s = time.perf_counter(), unix_s()
         state = self.committer.begin()
         self._begin_check(always=repetition is not None)
+        self.executor.micro_batches.expect(step, order.operations, order.operations)
         with self.recorder.noting_interruption(state, generation=order.generation):
             with as_job_errors():
                 stats = self.executor.run(state, order.operations, after=self._after(reductions), repetition=repetition)
@@ -204,6 +205,7 @@ class StepLoop:
         reduced = {key for segment in buffers.segments if len(segment.holders) > 1 for key in segment.keys}
         if twice := reduced & buffers.totals - sources.keys():
             raise ControlError(f"worker {worker} holds the sums of {sorted(twice)}, which would be summed again")
+        self.executor.micro_batches.expect(state.step, operations, self.generation.order.operations)
         added_to = {layer for o in operations if o.kind in ADDS_TO_GRADIENTS for layer in o.layers}
         zeros = {key for key, source in sources.items() if source != worker}
         with (

@@ -35,7 +35,7 @@ from chameleon_ft.worker.control_client import ControlClient
 from chameleon_ft.worker.execution.bad_steps import BadStepError, JobError, noting
 from chameleon_ft.worker.execution.commit import Committer, StateCheck, StateDiffersError
 from chameleon_ft.worker.execution.executor import Executor
-from chameleon_ft.worker.execution.layers import micro_batches_of
+from chameleon_ft.worker.execution.micro_batches import DatasetReads, MicroBatches
 from chameleon_ft.worker.execution.steps import StepRecorder
 from chameleon_ft.worker.generation import Generation, Preparations
 from chameleon_ft.worker.mover import Mover
@@ -63,14 +63,10 @@ class Trainer:
         self._config = config
         self._client = client
         self._new_communicators = new_communicators
-        self._micro_batches = micro_batches_of(
-            rank.job,
-            config.batch,
-            seed=config.seed,
-            device=rank.device,
-            first_sample=config.first_sample,
-            reading=self._reading,
+        reads = DatasetReads(
+            rank.job, config.batch, seed=config.seed, first_sample=config.first_sample, reading=self._reading
         )
+        self._micro_batches = MicroBatches(reads, rank.device)
         self._state = RankState(rank, config, run, client)
         client.snapshot_resolved = self._state.snapshots.resolve
         self._has_quiesced = False

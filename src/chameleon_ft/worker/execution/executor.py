@@ -25,7 +25,8 @@ from chameleon_ft.worker.control_client import Activity
 from chameleon_ft.worker.device import wait_for_stream
 from chameleon_ft.worker.execution.backward import SavedActivations
 from chameleon_ft.worker.execution.bad_steps import Repetition, noting
-from chameleon_ft.worker.execution.layers import HeldLayers, MicroBatches
+from chameleon_ft.worker.execution.layers import HeldLayers
+from chameleon_ft.worker.execution.micro_batches import MicroBatches, reads_samples
 from chameleon_ft.worker.execution.steps import CountedLoss, Result, StepState, StepStats, hop_of
 
 
@@ -247,7 +248,7 @@ class _StepExecution:
             self._executor.rank.faults.at(self._fault_at[index], self._state.step)
 
     def _run_operation(self, index: int, operation: Operation) -> None:
-        if operation.kind is OperationKind.FORWARD and (operation.first or operation.last):
+        if reads_samples(operation):
             start = perf_counter()
             self._executor.micro_batches(self._state.step, operation.micro_batch)
             self._stats.data_wait_s += perf_counter() - start

@@ -33,7 +33,8 @@ from chameleon_ft.sync import Segment
 from chameleon_ft.worker.device import is_host_memory, wait_for_stream
 from chameleon_ft.worker.execution.backward import input_gradient
 from chameleon_ft.worker.execution.gradients import GradientBuffers
-from chameleon_ft.worker.execution.layers import KEPT_MICRO_BATCHES, HeldLayers
+from chameleon_ft.worker.execution.layers import HeldLayers
+from chameleon_ft.worker.execution.micro_batches import KEPT_MICRO_BATCHES
 from chameleon_ft.workload import LayerCost, is_recomputed
 
 _MARK = "phase "
