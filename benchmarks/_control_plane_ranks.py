@@ -65,7 +65,7 @@ from chameleon_ft.protocol.messages import (
     Welcome,
     WorkerExited,
 )
-from chameleon_ft.protocol.parts import OperationTimes
+from chameleon_ft.protocol.parts import Member, OperationTimes
 
 _HEAD: Final = re.compile(rb'\{"type":"(\w+)"(?:,"orders":\{)?,?(?:"generation":(\d+))?')
 _STEP_S: Final = 30.0  # of a step, as ranks report it; the watchdog asks nothing meanwhile
@@ -196,14 +196,14 @@ class Hosts:
         match message:
             case Acknowledged():
                 peer.acknowledged(message)
-            case Spawn(workers=workers, incarnations=incarnations):
-                own |= zip(workers, incarnations, strict=True)
-                for worker in workers:
-                    self._tasks.start(self._rank(worker, own[worker], peer))
+            case Spawn(members=members):
+                own |= members
+                for worker, incarnation in members:
+                    self._tasks.start(self._rank(worker, incarnation, peer))
             case Probe(probe=probe, worker=only):
                 for worker, incarnation in own.items():
                     if only in (None, worker):
-                        state = ProcessState(probe=probe, worker=worker, incarnation=incarnation, stopped=False)
+                        state = ProcessState(probe=probe, member=Member(worker, incarnation), stopped=False)
                         await peer.send(state)
             case Exit() | Refused():
                 print(f"{message.type}: {message.reason}", file=sys.stderr, flush=True)
@@ -231,7 +231,7 @@ class Hosts:
         rank = self.ranks[worker] = _Rank(await self._connected(), worker=worker, incarnation=incarnation, agent=agent)
         while True:
             known = max(rank.placed, rank.prepared)
-            hello = Hello(worker=worker, host="127.0.0.1", incarnation=incarnation, resumes=rank.number, known=known)
+            hello = Hello(member=Member(worker, incarnation), host="127.0.0.1", resumes=rank.number, known=known)
             await rank.send(hello)
             try:
                 await self._listen(rank)
@@ -345,7 +345,7 @@ class Hosts:
             rank.watching.cancel()
         _tell("lost", worker)
         rank.connection.transport.abort()
-        await rank.agent.send(WorkerExited(worker=worker, incarnation=rank.incarnation, exit_code=-9))
+        await rank.agent.send(WorkerExited(member=Member(worker, rank.incarnation), exit_code=-9))
 
 
 def _end(error: Exception) -> None:

@@ -23,6 +23,7 @@ from chameleon_ft.errors import ProfileError
 from chameleon_ft.protocol.address import bearer, websocket_url
 from chameleon_ft.protocol.codec import decode, encode
 from chameleon_ft.protocol.messages import Exit, Hello, Message, Refused
+from chameleon_ft.protocol.parts import Member
 from chameleon_ft.storage.checkpoints import complete_checkpoints
 from chameleon_ft.storage.files import RunDirectory
 from chameleon_ft.storage.profiles import write_profile
@@ -238,8 +239,8 @@ def test_strangers_are_refused_and_logged_and_training_goes_on(tmp_path: Path, r
         said: dict[str, Message | str] = {
             "garbage": "hello?",
             "role": Exit(reason="stop it"),
-            "second worker": Hello(worker=1, host="10.0.0.9"),
-            "unknown worker": Hello(worker=6, host="10.0.0.9"),
+            "second worker": Hello(member=Member(1, 0), host="10.0.0.9"),
+            "unknown worker": Hello(member=Member(6, 0), host="10.0.0.9"),
         }
         for name, message in said.items():
             with connect(

@@ -40,7 +40,7 @@ from chameleon_ft.protocol.messages import (
     Switched,
     WorkerExited,
 )
-from chameleon_ft.protocol.parts import OperationTimes, RankProcess
+from chameleon_ft.protocol.parts import Member, OperationTimes, RankProcess
 from chameleon_ft.recovery.generation import GenerationSpec
 from tests.coordinator.invariants import check
 from tests.coordinator.journaled import Replayed
@@ -209,7 +209,7 @@ class History:
         """Have a worker come back from its lost connection."""
         member = self.state.members[worker]
         incarnation = member.incarnation
-        hello = Hello(worker=worker, host="10.0.0.1", incarnation=incarnation, known=known, switch_to=switch_to)
+        hello = Hello(member=Member(worker, incarnation), host="10.0.0.1", known=known, switch_to=switch_to)
         return self._return(self.connection(worker), hello)
 
     def return_agent(
@@ -248,7 +248,7 @@ class History:
     def join(self, worker: int) -> None:
         incarnation = self.state.members[worker].incarnation
         process = process_of(worker, incarnation)
-        self.tell(worker, Hello(worker=worker, host="10.0.0.1", incarnation=incarnation, process=process))
+        self.tell(worker, Hello(member=Member(worker, incarnation), host="10.0.0.1", process=process))
 
     def gather(self) -> None:
         self.gather_some(self.state.settings.workers)
@@ -316,7 +316,7 @@ class History:
 
     def reap(self, worker: int, exit_code: int = -9) -> tuple[Command, ...]:
         incarnation = self.state.members[worker].incarnation
-        return self.say(AGENT, WorkerExited(worker=worker, incarnation=incarnation, exit_code=exit_code))
+        return self.say(AGENT, WorkerExited(member=Member(worker, incarnation), exit_code=exit_code))
 
     def finish(self) -> None:
         for worker in self.members():

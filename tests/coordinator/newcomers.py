@@ -9,6 +9,7 @@ from typing import Any
 
 from chameleon_ft.config import Batch, Recovery
 from chameleon_ft.protocol.messages import Hello, Prepare, Ready, Spawn
+from chameleon_ft.protocol.parts import Member
 from chameleon_ft.recovery.generation import WorkerOrders
 from tests.coordinator.stage import Puppet, Stage
 
@@ -66,7 +67,7 @@ def come(stage: Stage, worker: int) -> Puppet:
 def join_from_late_host(stage: Stage, worker: int) -> Puppet:
     """Have a worker of a host that joins during the run connect; it still has to load."""
     rank = stage.ranks[worker] = Puppet(f"worker {worker}")
-    stage.say(rank, Hello(worker=worker, host="10.0.0.2", incarnation=1))
+    stage.say(rank, Hello(member=Member(worker, 1), host="10.0.0.2"))
     return rank
 
 

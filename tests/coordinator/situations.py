@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from chameleon_ft.config import Recovery
 from chameleon_ft.protocol.messages import Drain, Message, Spawn
+from chameleon_ft.protocol.parts import Member
 from tests.coordinator.histories import History, new_state
 
 RESPAWNING = Recovery(respawn=True, respawn_delay_s=4.0, max_respawns=1)
@@ -22,7 +23,7 @@ def lose_and_respawn(history: History, worker: int = 1) -> None:
     history.quiesce()
     history.start()
     history.wait(5.0)
-    assert history.sent(Spawn)[-1] == Spawn(workers=(worker,), incarnations=(2,))
+    assert history.sent(Spawn)[-1] == Spawn(members=(Member(worker, 2),))
 
 
 def come_back(history: History, worker: int = 1) -> None:

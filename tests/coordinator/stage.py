@@ -37,7 +37,7 @@ from chameleon_ft.protocol.messages import (
     StartGeneration,
     WorkerExited,
 )
-from chameleon_ft.protocol.parts import BoundaryMessage, OperationTimes
+from chameleon_ft.protocol.parts import BoundaryMessage, Member, OperationTimes
 from chameleon_ft.protocol.server import Peer
 from chameleon_ft.recovery.generation import WorkerOrders
 from chameleon_ft.storage.checkpoints import seal_layer
@@ -153,9 +153,8 @@ class Stage:
 
     def join(self, worker: int) -> Puppet:
         puppet = Puppet(f"worker {worker}")
-        spawned = [m for m in self.host.sent if isinstance(m, Spawn) and worker in m.workers]
-        incarnation = spawned[-1].incarnations[spawned[-1].workers.index(worker)] if spawned else 0
-        self.say(puppet, Hello(worker=worker, host="10.0.0.1", incarnation=incarnation))
+        spawned = [each for m in self.host.sent if isinstance(m, Spawn) for each in m.members if each.worker == worker]
+        self.say(puppet, Hello(member=spawned[-1] if spawned else Member(worker, 0), host="10.0.0.1"))
         self.ranks[worker] = puppet
         return puppet
 
@@ -275,7 +274,7 @@ class Stage:
         """Have the host reap a worker."""
         spawned = [m for m in self.host.sent if isinstance(m, Spawn) and worker in m.workers]
         incarnation = len(spawned) or 1
-        self.say(self.host, WorkerExited(worker=worker, incarnation=incarnation, exit_code=exit_code))
+        self.say(self.host, WorkerExited(member=Member(worker, incarnation), exit_code=exit_code))
 
     def recover(self, generation: int, committed: int = 3) -> FailureRecord:
         """Have the survivors of a loss quiesce and begin again; return the newest record."""

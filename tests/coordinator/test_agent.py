@@ -33,7 +33,7 @@ from chameleon_ft.protocol.messages import (
     Spawn,
     WorkerExited,
 )
-from chameleon_ft.protocol.parts import HostReport, RankProcess
+from chameleon_ft.protocol.parts import HostReport, Member, RankProcess
 from tests.golden import refused
 
 
@@ -132,7 +132,7 @@ def test_it_answers_while_it_starts_ranks() -> None:
 
     async def coordinator(connection: ServerConnection) -> None:
         await tell(
-            connection, Spawn(workers=(0, 1), incarnations=(1, 1)), *(Probe(probe=number) for number in range(200))
+            connection, Spawn(members=(Member(0, 1), Member(1, 1))), *(Probe(probe=number) for number in range(200))
         )
         await (await connection.ping())  # should it not be answered, the test's time limit says so
         starter.may_start.set()
@@ -146,20 +146,20 @@ def test_a_later_life_has_the_place_of_the_first_and_reports_for_itself() -> Non
     starter.may_start.set()
 
     async def coordinator(connection: ServerConnection) -> None:
-        await tell(connection, Spawn(workers=(4, 7), incarnations=(1, 1)))
+        await tell(connection, Spawn(members=(Member(4, 1), Member(7, 1))))
         while len(starter.started) < 2:
             await asyncio.sleep(0)
         starter.started[1].end(-9)
-        assert await heard(connection) == WorkerExited(worker=7, incarnation=1, exit_code=-9)
-        await tell(connection, Kill(worker=7), Spawn(workers=(7,), incarnations=(2,)))
+        assert await heard(connection) == WorkerExited(member=Member(7, 1), exit_code=-9)
+        await tell(connection, Kill(worker=7), Spawn(members=(Member(7, 2),)))
         while len(starter.started) < 3:
             await asyncio.sleep(0)
         starter.started[2].end(1)
-        assert await heard(connection) == WorkerExited(worker=7, incarnation=2, exit_code=1)
+        assert await heard(connection) == WorkerExited(member=Member(7, 2), exit_code=1)
         await tell(connection, Exit(reason="over"))
 
     assert play(starter, coordinator)
-    found = [(each["worker"], each["incarnation"], each["local_index"]) for each in starter.arguments]
+    found = [(*each["member"], each["local_index"]) for each in starter.arguments]
     assert found == [(4, 1, 0), (7, 1, 1), (7, 2, 1)]
 
 
@@ -193,7 +193,7 @@ def test_it_leaves_where_a_rank_cannot_be_started() -> None:
     starter.may_start.set()
 
     async def coordinator(connection: ServerConnection) -> None:
-        await tell(connection, Spawn(workers=(0,), incarnations=(1,)))
+        await tell(connection, Spawn(members=(Member(0, 1),)))
         await connection.wait_closed()
 
     with refused(ControlError):
@@ -252,7 +252,7 @@ def starter() -> Starter:
 
 
 async def spawned(connection: ServerConnection, starter: Starter, *workers: int) -> None:
-    await tell(connection, Spawn(workers=workers, incarnations=(1,) * len(workers)))
+    await tell(connection, Spawn(members=tuple(Member(worker, 1) for worker in workers)))
     while len(starter.started) < len(workers):
         await asyncio.sleep(0)
 
@@ -268,7 +268,7 @@ def test_it_has_its_workers_drained_and_ends_when_told_to(starter: Starter) -> N
         for process, worker in zip(starter.started, (7, 4), strict=True):
             await (await connection.ping())
             process.end(0)
-            assert await heard(connection) == WorkerExited(worker=worker, exit_code=0)
+            assert await heard(connection) == WorkerExited(member=Member(worker, 1), exit_code=0)
         await tell(connection, Exit(reason="drained", is_drained=True))
 
     assert play(starter, coordinator, terminated=terminated)
@@ -289,15 +289,15 @@ def orphan() -> Iterator[RankProcess]:
 
 def test_it_adopts_a_rank_and_starts_others_beside_it(starter: Starter, orphan: RankProcess) -> None:
     async def coordinator(connection: ServerConnection) -> None:
-        await tell(connection, Adopt(ranks=((4, 1, orphan),)))
+        await tell(connection, Adopt(ranks=((Member(4, 1), orphan),)))
         await spawned(connection, starter, 7)
         await tell(connection, Probe(probe=1))
         states = [await heard(connection), await heard(connection)]
-        assert ProcessState(probe=1, worker=4, incarnation=1, stopped=False) in states
+        assert ProcessState(probe=1, member=Member(4, 1), stopped=False) in states
         await tell(connection, Kill(worker=4))
         exited = await heard(connection)
         assert isinstance(exited, WorkerExited)
-        assert (exited.worker, exited.exit_code in (None, -9)) == (4, True)
+        assert (exited.member.worker, exited.exit_code in (None, -9)) == (4, True)
         await tell(connection, Exit(reason="over"))
 
     assert play(starter, coordinator)
@@ -308,8 +308,8 @@ def test_a_process_that_only_has_the_number_of_a_rank_is_left_alone(starter: Sta
     other = orphan.model_copy(update={"started": orphan.started - 1})
 
     async def coordinator(connection: ServerConnection) -> None:
-        await tell(connection, Adopt(ranks=((4, 1, other),), given_up=(other,)), Kill(worker=4))
-        assert await heard(connection) == WorkerExited(worker=4, incarnation=1, exit_code=None)
+        await tell(connection, Adopt(ranks=((Member(4, 1), other),), given_up=(other,)), Kill(worker=4))
+        assert await heard(connection) == WorkerExited(member=Member(4, 1), exit_code=None)
         await spawned(connection, starter, 4)
         await tell(connection, Exit(reason="over"))
 
@@ -333,7 +333,7 @@ def test_it_ends_when_all_tasks_of_its_event_loop_are_cancelled(starter: Starter
     """Whatever they are: the one that reaps a rank ends before the rank does."""
 
     async def coordinator(connection: ServerConnection) -> None:
-        await tell(connection, Spawn(workers=(0, 1), incarnations=(1, 1)))
+        await tell(connection, Spawn(members=(Member(0, 1), Member(1, 1))))
         if may_start:
             starter.may_start.set()
             while len(starter.started) < 2:

@@ -21,6 +21,7 @@ from chameleon_ft.protocol.address import CoordinatorAccess
 from chameleon_ft.protocol.codec import decode, encode
 from chameleon_ft.protocol.connection import WILL_RETURN, ControlConnection
 from chameleon_ft.protocol.messages import Acknowledged, Exit, Hello, Message, Started, Stop
+from chameleon_ft.protocol.parts import Member
 from chameleon_ft.storage.files import ControlAddress, RunDirectory
 from tests.examples import examples
 
@@ -63,7 +64,7 @@ class Coordinators:
 
 
 def hello(resumes: int | None, term: int) -> Hello:
-    return Hello(worker=1, host="h", resumes=resumes, term=term)
+    return Hello(member=Member(1, 0), host="h", resumes=resumes, term=term)
 
 
 def connected(
@@ -77,7 +78,7 @@ def connected(
             port = next(iter(server.sockets)).getsockname()[1]
             connection = ControlConnection(
                 CoordinatorAccess(address=f"127.0.0.1:{port}", token="token"),
-                lambda resumes, term: Hello(worker=1, host="h", resumes=resumes, term=term),
+                lambda resumes, term: Hello(member=Member(1, 0), host="h", resumes=resumes, term=term),
             )
             await connection.connect()
             await body(connection)

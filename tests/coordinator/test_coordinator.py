@@ -26,6 +26,7 @@ from chameleon_ft.protocol.messages import (
     StartGeneration,
     Welcome,
 )
+from chameleon_ft.protocol.parts import Member
 from chameleon_ft.storage.checkpoints import complete_checkpoints
 from tests.coordinator.stage import Puppet, Stage, scene
 from tests.golden import refused
@@ -66,7 +67,7 @@ async def test_a_refused_worker_receives_the_reason(stage: Stage) -> None:
     stage.join(1)
     for worker in (4, -1, 1):
         with refused(ControlError):
-            stage.say(Puppet("stranger"), Hello(worker=worker, host="h"))
+            stage.say(Puppet("stranger"), Hello(member=Member(worker, 0), host="h"))
     assert stage.ended is None
 
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 from chameleon_ft.coordinator.coordinator import Coordinator
 from chameleon_ft.errors import DeposedError
 from chameleon_ft.protocol.messages import Acknowledged, Committed, Drain, Hello, Publish, StandbyHello, Stop
-from chameleon_ft.protocol.parts import OperationTimes
+from chameleon_ft.protocol.parts import Member, OperationTimes
 from chameleon_ft.protocol.server import Peer
 from tests.coordinator.stage import Puppet, Stage, scene, vote
 from tests.golden import refused
@@ -112,7 +112,7 @@ async def test_a_coordinator_that_is_deposed_does_nothing_any_more(stage: Stage)
     stage.train()
     Term(stage.coordinator, term=1)
     waiting = asyncio.create_task(stage.coordinator.wait())
-    hello = Hello(worker=0, host="10.0.0.1", incarnation=1, resumes=stage.ranks[0].number, known=1, term=7)
+    hello = Hello(member=Member(0, 1), host="10.0.0.1", resumes=stage.ranks[0].number, known=1, term=7)
     returned = Puppet("worker 0")
     stage.say(returned, hello)
     with refused(DeposedError):
@@ -213,7 +213,7 @@ async def test_a_peer_that_reconnects_while_the_disk_is_late_keeps_what_is_not_i
     files._late_since_s, files._is_announced = 1.0, True
     stage.commit(3)
     returned = Puppet("worker 0")
-    stage.say(returned, Hello(worker=0, host="10.0.0.1", incarnation=1, resumes=before.number, known=1))
+    stage.say(returned, Hello(member=Member(0, 1), host="10.0.0.1", resumes=before.number, known=1))
     told = returned.last(Acknowledged)
     assert (told.received, told.written) == (handled + 1, handled)
     files._late_since_s = None

@@ -17,6 +17,7 @@ from chameleon_ft.protocol.messages import (
     Stop,
     WorkerExited,
 )
+from chameleon_ft.protocol.parts import Member
 from chameleon_ft.storage.files import FaultLog
 from tests.coordinator.stage import THREE_PIPELINES, Puppet, Stage, scene
 from tests.golden import refused
@@ -83,7 +84,7 @@ async def find_stopped(stage: Stage, worker: int) -> None:
         while stage.host.count(Probe) == before:
             await asyncio.sleep(0.05)
         for each in stage.live():
-            stage.say(stage.host, ProcessState(probe=probe_of(stage), worker=each, stopped=each == worker))
+            stage.say(stage.host, ProcessState(probe=probe_of(stage), member=Member(each, 1), stopped=each == worker))
         if stage.coordinator.state.members[worker].lost:
             return
     raise AssertionError(f"worker {worker} is not found")
@@ -165,13 +166,13 @@ async def test_the_time_to_detect_is_counted_from_the_moment_that_was_noted(stag
 async def test_an_agent_speaks_for_its_own_workers_only(stage: Stage) -> None:
     stage.train()
     for message in (
-        WorkerExited(worker=17, exit_code=1),
-        ProcessState(probe=1, worker=17, stopped=True),
+        WorkerExited(member=Member(17, 1), exit_code=1),
+        ProcessState(probe=1, member=Member(17, 1), stopped=True),
     ):
         with refused(ControlError):
             stage.say(stage.host, message)
     with refused(ControlError):
-        stage.say(Puppet("stranger"), WorkerExited(worker=1, exit_code=1))
+        stage.say(Puppet("stranger"), WorkerExited(member=Member(1, 1), exit_code=1))
     assert stage.live() == [0, 1, 2, 3]
 
 

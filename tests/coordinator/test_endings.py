@@ -10,6 +10,7 @@ from chameleon_ft.coordinator.commands import Finish as FinishRun
 from chameleon_ft.coordinator.events import Interrupted, TookOver
 from chameleon_ft.coordinator.state.state import Phase, State
 from chameleon_ft.protocol.messages import CheckpointSaved, Drain, Exit, Finish, Hello, HostHello, Refused
+from chameleon_ft.protocol.parts import Member
 from tests.coordinator.histories import AGENT, History, new_state
 
 CHECKPOINTED = ("terminated", "terminated by SIGTERM, with a checkpoint")
@@ -170,7 +171,7 @@ def test_a_host_that_leaves_and_without_which_there_is_no_plan_ends_the_run(*, f
 
 def test_a_worker_of_a_launcher_is_drained_and_the_last_one_ends_the_run() -> None:
     history = History(new_state(workers=1))
-    history.tell(0, Hello(worker=0, host="10.0.0.3"))
+    history.tell(0, Hello(member=Member(0, 0), host="10.0.0.3"))
     history.start()
     history.commit()
     history.tell(0, Drain())

@@ -11,6 +11,7 @@ from chameleon_ft.coordinator.detectors.base import Fenced, Starting
 from chameleon_ft.coordinator.detectors.process import StartTimeout
 from chameleon_ft.coordinator.state.state import Phase
 from chameleon_ft.protocol.messages import Hello, HostHello, Kill, Ready, Spawn, WorkerExited
+from chameleon_ft.protocol.parts import Member
 from tests.coordinator.histories import AGENT, History, new_state
 from tests.coordinator.situations import RESPAWNING
 
@@ -36,7 +37,7 @@ def two_hosts(**changes: object) -> History:
 
 
 def exited(worker: int, incarnation: int = 1) -> WorkerExited:
-    return WorkerExited(worker=worker, incarnation=incarnation, exit_code=-9)
+    return WorkerExited(member=Member(worker, incarnation), exit_code=-9)
 
 
 # --- before the run begins -------------------------------------------------------------------------------------------
@@ -55,7 +56,7 @@ def test_a_worker_that_is_lost_before_the_run_begins_is_started_again(worker: in
     history.wait(3.9)
     assert len(history.sent(Spawn, to=AGENT)) == 1
     history.wait(0.2)
-    assert history.sent(Spawn, to=AGENT)[-1] == Spawn(workers=(worker,), incarnations=(2,))
+    assert history.sent(Spawn, to=AGENT)[-1] == Spawn(members=(Member(worker, 2),))
     for each in {worker, 3}:
         history.join(each)
     history.start()
@@ -113,7 +114,7 @@ def test_a_worker_whose_loss_is_found_by_its_connection_is_started_again_once_it
     assert len(history.sent(Spawn, to=AGENT)) == 1
     history.reap(1)
     history.wait(4.1)
-    assert history.sent(Spawn, to=AGENT)[-1] == Spawn(workers=(1,), incarnations=(2,))
+    assert history.sent(Spawn, to=AGENT)[-1] == Spawn(members=(Member(1, 2),))
 
 
 def test_a_process_that_does_not_end_is_not_waited_for_without_end() -> None:
@@ -133,7 +134,7 @@ def test_without_a_restart_another_host_takes_the_place() -> None:
     assert history.events("join_failed")[0]["message"].endswith("SIGKILL; its place is open for 120.0 s")
     third = 3000
     history.say(third, HostHello(host="a third", slots=2))
-    assert history.sent(Spawn, to=third) == [Spawn(workers=(2,), incarnations=(2,))]
+    assert history.sent(Spawn, to=third) == [Spawn(members=(Member(2, 2),))]
     history.say(OTHER, exited(3))
     history.join(2)
     history.say(4000, HostHello(host="a fourth", slots=1))
@@ -158,7 +159,7 @@ def test_a_lost_host_takes_its_places_again() -> None:
     history.depart(OTHER)
     history.depart(connection)
     history.say(3000, HostHello(host="another", slots=2))
-    assert history.sent(Spawn, to=3000) == [Spawn(workers=(2, 3), incarnations=(2, 2))]
+    assert history.sent(Spawn, to=3000) == [Spawn(members=(Member(2, 2), Member(3, 2)))]
     history.join(2)
     history.join(3)
     assert history.launched == (0, 1, 2, 3)
@@ -167,10 +168,10 @@ def test_a_lost_host_takes_its_places_again() -> None:
 def test_a_launcher_starts_a_lost_worker_again() -> None:
     history = History()
     for worker in range(3):
-        history.say(100 + worker, Hello(worker=worker, host="10.0.0.1"))
+        history.say(100 + worker, Hello(member=Member(worker, 0), host="10.0.0.1"))
     history.depart(101)
-    history.say(201, Hello(worker=1, host="10.0.0.1"))
-    history.say(103, Hello(worker=3, host="10.0.0.1"))
+    history.say(201, Hello(member=Member(1, 0), host="10.0.0.1"))
+    history.say(103, Hello(member=Member(3, 0), host="10.0.0.1"))
     assert history.launched == (0, 1, 2, 3)
 
 
@@ -189,7 +190,7 @@ def test_a_process_that_never_connects_is_given_up_and_started_again(begun: bool
         history.start()
         history.commit()
         history.wait(4.1)
-        assert history.sent(Spawn, to=AGENT)[-1].incarnations == (2,)
+        assert history.sent(Spawn, to=AGENT)[-1].members[0].incarnation == 2
     history.wait(TIMEOUTS.rendezvous_s - 1)
     assert not history.state.members[3].lost
     count = len(history.sent(Kill, to=AGENT))
@@ -203,7 +204,7 @@ def test_a_process_that_never_connects_is_given_up_and_started_again(begun: bool
     if begun:
         assert len(history.events("blocklisted")) == 1
     else:
-        assert history.sent(Spawn, to=AGENT)[-1] == Spawn(workers=(3,), incarnations=(2,))
+        assert history.sent(Spawn, to=AGENT)[-1] == Spawn(members=(Member(3, 2),))
 
 
 def test_a_wait_that_goes_on_is_the_same_value_which_the_journal_need_not_compare() -> None:

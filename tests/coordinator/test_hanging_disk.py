@@ -18,6 +18,7 @@ from chameleon_ft.coordinator.run_files import RunCheckpoints, RunFiles
 from chameleon_ft.events.records import RunStatus
 from chameleon_ft.events.summary import Summary
 from chameleon_ft.protocol.messages import Acknowledged, CheckpointState, Hello, ReadRunFile, RunFilePart, SlowIO
+from chameleon_ft.protocol.parts import Member
 from chameleon_ft.storage import file_queue, recorder
 from chameleon_ft.storage.checkpoints import complete_checkpoints, mark_complete, require_sound, seal_layer
 from chameleon_ft.storage.file_queue import FileQueue
@@ -230,7 +231,7 @@ async def test_messages_are_acknowledged_as_written_once_the_disk_answers(stage:
         assert before.count(Acknowledged) == acknowledged
         stage.depart(before)
         after = Puppet("worker 1")
-        stage.say(after, Hello(worker=1, host="10.0.0.1", incarnation=1, resumes=before.number, known=1))
+        stage.say(after, Hello(member=Member(1, 1), host="10.0.0.1", resumes=before.number, known=1))
         assert after.last(Acknowledged).received > _ACKNOWLEDGE_EVERY
         assert after.last(Acknowledged).written == 0
     until(lambda: not files.num_waiting)

@@ -22,6 +22,7 @@ from chameleon_ft.protocol.messages import (
     Spawn,
     WorkerExited,
 )
+from chameleon_ft.protocol.parts import Member
 from tests.coordinator.histories import AGENT, History, process_of
 from tests.coordinator.situations import training
 from tests.golden import refused
@@ -39,7 +40,7 @@ def orphaned(**changes: object) -> History:
 
 
 def adoption(*workers: int, given_up: tuple[int, ...] = ()) -> Adopt:
-    ranks = tuple((worker, 1, process_of(worker)) for worker in workers)
+    ranks = tuple((Member(worker, 1), process_of(worker)) for worker in workers)
     return Adopt(ranks=ranks, given_up=tuple(map(process_of, given_up)))
 
 
@@ -76,7 +77,7 @@ def test_a_hung_one_tells_where_it_hangs_and_ends_itself() -> None:
     history.silence(connection)
     assert history.sent(Kill, to=connection) == [Kill(worker=1, is_hung=True)]
     assert Drop(connection) not in history.commands, "or it could not answer"
-    stacks = HangEvidence(worker=1, incarnation=1, process="state R", activity="")
+    stacks = HangEvidence(member=Member(1, 1), process="state R", activity="")
     history.say(connection, stacks.model_copy(update={"worker": 2}))
     history.depart(connection)
     history.quiesce()
@@ -111,12 +112,12 @@ def test_another_agent_of_the_host_adopts_them() -> None:
     assert event["message"] == "a host adopts workers 0, 1, 2, 3"
     assert history.state.generation == 1, "no worker stops for it"
 
-    history.say(NEXT, WorkerExited(worker=2, incarnation=1, exit_code=None))
+    history.say(NEXT, WorkerExited(member=Member(2, 1), exit_code=None))
     history.quiesce()
     history.start()
     assert history.failures == [(2, "child", "its process has ended")]
     history.wait(0.3)
-    assert history.sent(Spawn, to=NEXT) == [Spawn(workers=(2,), incarnations=(2,))]
+    assert history.sent(Spawn, to=NEXT) == [Spawn(members=(Member(2, 2),))]
 
 
 def test_an_adopted_worker_is_looked_after_like_any() -> None:
@@ -151,7 +152,7 @@ def test_ranks_of_an_agent_that_lives_are_not_adopted() -> None:
     history = training()
     history.say(NEXT, HostHello(host="a host", slots=2))
     assert history.sent(Adopt) == []
-    assert history.sent(Spawn, to=NEXT) == [Spawn(workers=(4, 5), incarnations=(1, 1))]
+    assert history.sent(Spawn, to=NEXT) == [Spawn(members=(Member(4, 1), Member(5, 1)))]
     history.depart(AGENT)
     history.say(NEXT + 1, HostHello(host="a host", slots=4))
     assert history.sent(Adopt, to=NEXT + 1) == [adoption(0, 1, 2, 3)]
@@ -160,7 +161,9 @@ def test_ranks_of_an_agent_that_lives_are_not_adopted() -> None:
 def test_a_worker_that_a_launcher_started_is_not_adopted() -> None:
     history = History()
     for worker in range(4):
-        history.say(history.connection(worker), Hello(worker=worker, host="a host", process=process_of(worker)))
+        history.say(
+            history.connection(worker), Hello(member=Member(worker, 0), host="a host", process=process_of(worker))
+        )
     history.start()
     history.say(NEXT, HostHello(host="a host", slots=2))
     assert history.sent(Adopt) == []
@@ -174,7 +177,7 @@ def test_the_next_agent_ends_what_was_given_up_before_it_starts_another_process(
     history.commands.clear()
     history.say(NEXT, HostHello(host="a host", slots=4))
     assert history.sent(Adopt, to=NEXT) == [adoption(0, 2, 3, given_up=(1,))]
-    assert history.sent(Spawn, to=NEXT) == [Spawn(workers=(1,), incarnations=(2,))]
+    assert history.sent(Spawn, to=NEXT) == [Spawn(members=(Member(1, 2),))]
     assert [each.type for each in history.sent(Message, to=NEXT)] == ["adopt", "spawn"]
     history.depart(NEXT)
     history.say(NEXT + 1, HostHello(host="a host", slots=4))
@@ -187,7 +190,7 @@ def test_before_the_run_begins_the_ranks_that_have_come_are_adopted_and_the_othe
     history.depart(AGENT)
     history.say(NEXT, HostHello(host="a host", slots=4))
     assert history.sent(Adopt, to=NEXT) == [adoption(0, 1)]
-    assert history.sent(Spawn, to=NEXT) == [Spawn(workers=(2, 3), incarnations=(2, 2))]
+    assert history.sent(Spawn, to=NEXT) == [Spawn(members=(Member(2, 2), Member(3, 2)))]
     history.join(2)
     history.join(3)
     assert history.state.phase is Phase.REGROUPING
@@ -215,11 +218,11 @@ def test_an_agent_whose_connection_was_cut_keeps_its_ranks(*, is_silent: bool) -
     assert history.sent(Message, to=NEXT) == [adoption(0, 1, 2, 3)], "it is neither refused nor told to end any"
     history.wait(1.0)
     assert (history.failures, history.state.generation) == ([], 1)
-    history.say(NEXT, WorkerExited(worker=2, incarnation=1, exit_code=-9))
+    history.say(NEXT, WorkerExited(member=Member(2, 1), exit_code=-9))
     history.quiesce()
     history.start()
     history.wait(0.3)
-    assert history.sent(Spawn, to=NEXT) == [Spawn(workers=(2,), incarnations=(2,))]
+    assert history.sent(Spawn, to=NEXT) == [Spawn(members=(Member(2, 2),))]
 
 
 def test_it_ends_ranks_that_were_lost_meanwhile_and_starts_others() -> None:
@@ -232,11 +235,11 @@ def test_it_ends_ranks_that_were_lost_meanwhile_and_starts_others() -> None:
     assert history.sent(Message, to=NEXT) == [
         Kill(worker=1),
         adoption(0, 2, 3, given_up=(1,)),
-        Spawn(workers=(1,), incarnations=(2,)),
+        Spawn(members=(Member(1, 2),)),
     ]
-    history.say(NEXT, WorkerExited(worker=1, incarnation=1, exit_code=-9))
+    history.say(NEXT, WorkerExited(member=Member(1, 1), exit_code=-9))
     history.wait(1.0)
-    assert history.sent(Spawn, to=NEXT) == [Spawn(workers=(1,), incarnations=(2,))], "it is started once"
+    assert history.sent(Spawn, to=NEXT) == [Spawn(members=(Member(1, 2),))], "it is started once"
 
 
 def test_it_leaves_ranks_alone_that_another_agent_has_adopted() -> None:
@@ -296,7 +299,7 @@ def test_an_agent_that_waits_gets_other_workers_if_the_one_before_comes_back() -
     history.return_agent()
     history.wait(0.1)
     assert history.sent(Adopt) == []
-    assert history.sent(Spawn, to=NEXT) == [Spawn(workers=(4, 5), incarnations=(1, 1))]
+    assert history.sent(Spawn, to=NEXT) == [Spawn(members=(Member(4, 1), Member(5, 1)))]
 
 
 def test_an_agent_that_waits_ends_at_once_if_it_is_to() -> None:
@@ -345,7 +348,7 @@ def test_a_worker_that_was_drained_is_not_started_by_the_next_agent_of_its_host(
     assert adopt.ranks == adoption(0, 1, 2).ranks
     assert history.sent(Spawn) == []
     history.say(NEXT + 1, HostHello(host="another host", slots=1))
-    assert history.sent(Spawn, to=NEXT + 1) == [Spawn(workers=(3,), incarnations=(2,))], "its number is free"
+    assert history.sent(Spawn, to=NEXT + 1) == [Spawn(members=(Member(3, 2),))], "its number is free"
 
 
 def test_an_order_to_adopt_that_was_lost_is_repeated() -> None:
@@ -364,7 +367,7 @@ def test_an_agent_whose_first_connection_was_lost_early_is_recognised() -> None:
     history.commands.clear()
     history.say(NEXT, HostHello(host="a host", slots=4, id="x", ranks=((0, 1), (1, 1))))
     assert history.sent(Refused) == []
-    assert history.sent(Spawn, to=NEXT) == [Spawn(workers=(2, 3), incarnations=(1, 1))]
+    assert history.sent(Spawn, to=NEXT) == [Spawn(members=(Member(2, 1), Member(3, 1)))]
     assert dict(history.state.members.agents) == {NEXT: "a host"}
 
 
@@ -385,7 +388,7 @@ def test_a_rank_whose_first_connection_was_lost_early_is_recognised() -> None:
     history.take_over()
     history.return_agent()
     history.commands.clear()
-    hello = Hello(worker=1, host="10.0.0.1", incarnation=1, process=process_of(1))
+    hello = Hello(member=Member(1, 1), host="10.0.0.1", process=process_of(1))
     history.say(77, hello)
     assert Welcome(77, 1) in history.commands, "it may lack that"
     assert history.state.members[1].connection == 77

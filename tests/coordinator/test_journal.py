@@ -25,6 +25,7 @@ from chameleon_ft.coordinator.state.state import State
 from chameleon_ft.coordinator.state_machine import step
 from chameleon_ft.errors import ControlError
 from chameleon_ft.protocol.messages import Acknowledged, Committed, Hello, HostHello
+from chameleon_ft.protocol.parts import Member
 from chameleon_ft.storage.file_queue import FileQueue
 from chameleon_ft.storage.recorder import Recorder, RecordLine, View, line_of
 from tests.coordinator.histories import History, new_state
@@ -117,7 +118,7 @@ def test_of_all_ranks_that_join_before_the_run_begins_only_the_last_need_be_in_t
             change.write(journal)
             if isinstance(change.event, Received) and path.stat().st_size > size:
                 message = change.event.message
-                due.append(f"{message.type} of {getattr(message, 'worker', 'a host')}")
+                due.append(f"{message.type} of {message.member.worker if isinstance(message, Hello) else 'a host'}")
         history.changes.clear()
         return due
 
@@ -271,7 +272,7 @@ async def test_a_rank_that_is_not_in_the_journal_does_not_get_the_count_of_anoth
         stage.say(host, HostHello(host="a host", slots=4, ranks=ranks, resumes=stage.host.number))
         assert host.last(Acknowledged).received == 1
         # The coordinator that is lost had called the rank's connection so.
-        stage.say(rank, Hello(worker=2, host="10.0.0.1", incarnation=1, resumes=host.number))
+        stage.say(rank, Hello(member=Member(2, 1), host="10.0.0.1", resumes=host.number))
         assert (rank.last(Acknowledged).received, rank.last(Acknowledged).written) == (0, 0)
         assert stage.coordinator.state.members.live() == (0, 2)
 

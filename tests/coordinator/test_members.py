@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from chameleon_ft.coordinator.state.members import Members, Worker
 from chameleon_ft.errors import ControlError
 from chameleon_ft.protocol.messages import Hello, HostHello, Spawn
+from chameleon_ft.protocol.parts import Member
 from tests.golden import refused
 
 HOST, LATE_HOST = 100, 101  # connections of agents
@@ -24,7 +25,7 @@ def connection(worker: int, incarnation: int = 0) -> int:
 
 
 def hello(worker: int, incarnation: int = 0) -> Hello:
-    return Hello(worker=worker, host=f"10.0.0.{worker}", incarnation=incarnation)
+    return Hello(member=Member(worker, incarnation), host=f"10.0.0.{worker}")
 
 
 def joined(members: Members, worker: int, incarnation: int = 0) -> Members:
@@ -171,7 +172,7 @@ def test_a_worker_that_is_started_again_is_another_one() -> None:
     members = members.changed(members[1], exit_code=-9)
     before = members[1]
     members, spawn = members.respawned(before, now=NOW)
-    assert spawn == Spawn(workers=(1,), incarnations=(2,))
+    assert spawn == Spawn(members=(Member(1, 2),))
     assert (members[1].incarnation, members[1].lost, members[1].exit_code) == (2, False, None)
     assert members.live() == (), "it has not joined"
     assert members.is_loading()
@@ -180,11 +181,11 @@ def test_a_worker_that_is_started_again_is_another_one() -> None:
     assert connection(1, 1) in members.fenced
     assert connection(1, 2) not in members.fenced
     assert members.worker_of(connection(1, 1)) is None
-    assert members.incarnation_of(1, 1) is members.started_by(HOST, 1, 1) is before
-    assert members.incarnation_of(1, 2) is members.started_by(HOST, 1, 2) is members[1]
+    assert members.find(Member(1, 1)) is members.started_by(HOST, Member(1, 1)) is before
+    assert members.find(Member(1, 2)) is members.started_by(HOST, Member(1, 2)) is members[1]
     for incarnation in (0, 3):
         with refused(ControlError):
-            members.started_by(HOST, 1, incarnation)
+            members.started_by(HOST, Member(1, incarnation))
 
 
 def test_what_comes_late_of_an_earlier_incarnation_does_not_change_a_later_one() -> None:
@@ -193,7 +194,7 @@ def test_what_comes_late_of_an_earlier_incarnation_does_not_change_a_later_one()
     members = respawned(members, 1)
     members = members.changed(before, exit_code=-6)
     assert members[1].exit_code is None
-    found = members.incarnation_of(1, 1)
+    found = members.find(Member(1, 1))
     assert found is not None
     assert found.exit_code == -6
 
@@ -223,7 +224,7 @@ def test_a_late_host_gets_what_no_process_has_any_more_and_then_new_workers() ->
     members = members.fence(0).fence(3).without_agent(HOST)
     assert members[1].lost, "it will never come"
     members, _, spawn = members.with_host(LATE_HOST, HostHello(host="b", slots=5), is_late=True, blocklist=[2], now=NOW)
-    assert spawn == Spawn(workers=(0, 1, 3, 4, 5), incarnations=(2, 2, 2, 1, 1))
+    assert spawn == Spawn(members=(Member(0, 2), Member(1, 2), Member(3, 2), Member(4, 1), Member(5, 1)))
     members = joined(members, 5, 1)
     assert members.live() == (5,)
     refuses(members, 6, 0, "worker 6 does not exist")

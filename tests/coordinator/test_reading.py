@@ -8,6 +8,7 @@ from chameleon_ft.coordinator.detectors.base import Finding, Lost, ProbeAnswered
 from chameleon_ft.coordinator.detectors.connection import QuiesceTimeout
 from chameleon_ft.events.kinds import Waiting
 from chameleon_ft.protocol.messages import Position, Probe, ProcessState
+from chameleon_ft.protocol.parts import Member
 from tests.coordinator.histories import AGENT, History
 from tests.coordinator.situations import training
 
@@ -81,7 +82,7 @@ def test_a_read_that_keeps_the_process_from_answering_is_told_by_its_agent() -> 
     def ask(seconds: float, *, is_reading: bool = True) -> None:
         history.wait(seconds)
         probe, doing = history.sent(Probe, to=AGENT)[-1].probe, SAMPLE if is_reading else ""
-        history.say(AGENT, ProcessState(probe=probe, worker=1, stopped=False, doing=doing))
+        history.say(AGENT, ProcessState(probe=probe, member=Member(1, 1), stopped=False, doing=doing))
 
     ask(0.5)
     ask(60.0)

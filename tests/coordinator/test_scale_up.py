@@ -28,6 +28,7 @@ from chameleon_ft.protocol.messages import (
     Welcome,
     WorkerExited,
 )
+from chameleon_ft.protocol.parts import Member
 from chameleon_ft.recovery import generation
 from chameleon_ft.recovery.generation import GenerationSpec
 from chameleon_ft.storage.plans import read_generation_plans
@@ -52,7 +53,7 @@ async def test_a_lost_worker_comes_back_and_takes_part(stage: Stage) -> None:
     async with watched(stage):
         stage.train()
         await lose_and_respawn(stage)
-        assert stage.host.last(Spawn).incarnations == (2,)
+        assert stage.host.last(Spawn).members[0].incarnation == 2
         rank = stage.join(1)
         assert rank.last(Welcome).incarnation == 2
         assert stage.events("joined") == [], "it is still loading"
@@ -182,7 +183,7 @@ async def test_newcomers_of_the_same_moment_are_considered_together(stage: Stage
     async with watched(stage):
         stage.train()
         stage.say(late, HostHello(host="b", slots=3))
-        assert late.last(Spawn) == Spawn(workers=(4, 5, 6), incarnations=(1, 1, 1))
+        assert late.last(Spawn) == Spawn(members=(Member(4, 1), Member(5, 1), Member(6, 1)))
         for worker in (4, 5, 6):
             rank = join_from_late_host(stage, worker)
             await asyncio.sleep(1.0)
@@ -261,7 +262,7 @@ async def test_a_number_that_no_worker_has_can_be_refused(stage: Stage) -> None:
     stage.train()
     for worker in (2, 9, -1):
         with refused(ControlError):
-            stage.say(Puppet("late"), Hello(worker=worker, host="h"))
+            stage.say(Puppet("late"), Hello(member=Member(worker, 0), host="h"))
     stage.commit(3)
     assert len(stage.run.steps()) == 4
 
@@ -284,10 +285,10 @@ async def test_a_host_with_unknown_links_is_not_admitted(stage: Stage) -> None:
         for host in (near, far):
             stage.say(host, HostHello(host="late", slots=1))
         with refused(ControlError):
-            stage.say(Puppet("worker 5"), Hello(worker=5, host="10.0.0.2", incarnation=1))
+            stage.say(Puppet("worker 5"), Hello(member=Member(5, 1), host="10.0.0.2"))
         stage.ranks[4] = Puppet("worker 4")
-        stage.say(stage.ranks[4], Hello(worker=4, host="10.0.0.1", incarnation=1))
-        stage.say(far, WorkerExited(worker=5, incarnation=1, exit_code=1))
+        stage.say(stage.ranks[4], Hello(member=Member(4, 1), host="10.0.0.1"))
+        stage.say(far, WorkerExited(member=Member(5, 1), exit_code=1))
         stage.say(stage.ranks[4], Ready())
         await until(lambda: stage.events("decision") or stage.ahead())
         stage.reap(1)

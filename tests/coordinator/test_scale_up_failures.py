@@ -15,6 +15,7 @@ from chameleon_ft.protocol.messages import (
     Stop,
     WorkerExited,
 )
+from chameleon_ft.protocol.parts import Member
 from chameleon_ft.recovery.generation import WorkerOrders
 from tests.coordinator.newcomers import (
     RESPAWNING,
@@ -61,7 +62,7 @@ async def test_a_spare_that_is_lost_while_it_is_considered_is_not_stopped_for(st
         await lose_and_respawn(stage)
         come(stage, 1)
         await until(lambda: stage.coordinator.state.scale_up.considering is not None)
-        stage.say(stage.host, WorkerExited(worker=1, incarnation=2, exit_code=-9))
+        stage.say(stage.host, WorkerExited(member=Member(1, 2), exit_code=-9))
         await until(lambda: stage.coordinator.state.scale_up.considering is None)
         stage.commit(3)
     # A better plan for the others may be found meanwhile.
@@ -80,7 +81,7 @@ async def test_one_of_two_newcomers_is_lost_while_their_generation_is_prepared(s
             stage.say(join_from_late_host(stage, worker), Ready())
         await considered(stage)
         stage.prepare(4)
-        stage.say(late, WorkerExited(worker=5, incarnation=1, exit_code=-9))
+        stage.say(late, WorkerExited(member=Member(5, 1), exit_code=-9))
         assert stage.ahead() is None
         assert (await considered(stage)).generation == 3
         stage.switch_to_the_end(3)
@@ -134,7 +135,7 @@ async def test_a_newcomer_that_dies_while_its_layers_arrive(stage: Stage) -> Non
         await come_back(stage)
         before = {worker: stage.layers_of(worker) for worker in (0, 2, 3)}
         stage.switch(3)
-        stage.say(stage.host, WorkerExited(worker=1, incarnation=2, exit_code=-9))
+        stage.say(stage.host, WorkerExited(member=Member(1, 2), exit_code=-9))
         stage.quiesce(5, 4, 0, 2, 3)
         order = stage.order()
         assert (order.generation, order.members, order.first_step) == (5, (0, 2, 3), 4)

@@ -32,6 +32,7 @@ from chameleon_ft.protocol.messages import (
     SnapshotTaken,
     StateDiffers,
 )
+from chameleon_ft.protocol.parts import Member
 from chameleon_ft.recovery.generation import GenerationSpec
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.workload import LayerCost, Workload
@@ -312,7 +313,7 @@ def test_a_run_that_has_trained_without_any_does_not_go_back_to_its_beginning() 
 def test_the_memory_of_a_host_is_what_its_first_worker_found() -> None:
     members = Members(count=3)
     for worker, host, memory in ((0, "a", 100), (1, "a", 60), (2, "b", None)):
-        members = members.joined(worker, Hello(worker=worker, host=host, memory_bytes=memory), now=0.0)
+        members = members.joined(worker, Hello(member=Member(worker, 0), host=host, memory_bytes=memory), now=0.0)
     assert members.host_memory() == {"a": 100}
     assert members.fence(0).host_memory() == {"a": 60}
 

@@ -19,6 +19,7 @@ from chameleon_ft.coordinator.events import Disconnected
 from chameleon_ft.coordinator.state.state import Phase
 from chameleon_ft.protocol.connection import HeardConnection, watch_heartbeat
 from chameleon_ft.protocol.messages import Position, ProcessState, Stop, WorkerExited
+from chameleon_ft.protocol.parts import Member
 from tests.coordinator.histories import AGENT, History, new_state
 from tests.coordinator.stage import StandingLoop
 from tests.examples import examples
@@ -149,7 +150,7 @@ def stall(history: History, data: st.DataObject) -> None:
         if data.draw(st.booleans(), label="answers"):
             history.tell(worker, Position(probe=probe, doing="forward", waiting=False, since_s=0.1))
         elif history.state.members.agents and None not in away:
-            history.say(AGENT, ProcessState(probe=probe, worker=worker, incarnation=1, stopped=False))
+            history.say(AGENT, ProcessState(probe=probe, member=Member(worker, 1), stopped=False))
     history.wait(0.1)
 
 
@@ -204,7 +205,7 @@ def test_a_stall_excuses_no_process_that_ends() -> None:
     history.now += 25.0
     history.depart(history.connection(2))
     assert history.failures == []
-    history.say(AGENT, WorkerExited(worker=2, incarnation=1, exit_code=-9))
+    history.say(AGENT, WorkerExited(member=Member(2, 1), exit_code=-9))
     history.quiesce()
     history.start()
     assert history.failures == [(2, "child", "SIGKILL")]

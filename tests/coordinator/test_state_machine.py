@@ -26,6 +26,7 @@ from chameleon_ft.protocol.messages import (
     SlowIO,
     StateDiffers,
 )
+from chameleon_ft.protocol.parts import Member
 from tests.coordinator.drawn_members import OFTEN, RARELY, WORKERS, MemberRuns
 from tests.coordinator.histories import AGENT
 from tests.coordinator.plans import LAYERS
@@ -221,7 +222,7 @@ class Runs(MemberRuns):
             position = Position(probe=probe, doing="F1", waiting=stopped, since_s=since_s)
             self.history.tell(worker, position)
             incarnation = self.history.state.members[worker].incarnation
-            state = ProcessState(probe=probe, worker=worker, incarnation=incarnation, stopped=stopped)
+            state = ProcessState(probe=probe, member=Member(worker, incarnation), stopped=stopped)
             self.attempt(lambda: self.history.say(AGENT, state))
 
     @rule(worker=WORKERS, step=st.integers(0, 2), layers=st.sets(st.integers(0, LAYERS - 1)), failed=st.booleans())

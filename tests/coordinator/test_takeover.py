@@ -19,6 +19,7 @@ from chameleon_ft.protocol.messages import (
     Started,
     Stop,
 )
+from chameleon_ft.protocol.parts import Member
 from tests.coordinator.histories import AGENT, History, process_of
 from tests.coordinator.takeovers import replaced, training
 from tests.golden import refused
@@ -129,7 +130,7 @@ def test_before_a_run_begins_a_rank_whose_first_message_is_not_in_the_journal_jo
     assert history.sent(Spawn, to=history.now_at(AGENT)) == [], "it runs all of them"
     for worker in (2, 3):
         connection, process = history.connection(worker), process_of(worker)
-        hello = Hello(worker=worker, host="10.0.0.1", incarnation=1, process=process, resumes=connection)
+        hello = Hello(member=Member(worker, 1), host="10.0.0.1", process=process, resumes=connection)
         history.say(connection + 10_000, hello)
     assert history.sent(Refused) == []
     assert history.state.members.live() == (0, 1, 2, 3)
@@ -140,7 +141,7 @@ def test_before_a_run_begins_another_process_than_the_agents_does_not_join_again
     history = History()
     history.gather_some(2)
     replaced(history)
-    hello = Hello(worker=2, host="10.0.0.1", incarnation=2, process=process_of(2, 2), resumes=77)
+    hello = Hello(member=Member(2, 2), host="10.0.0.1", process=process_of(2, 2), resumes=77)
     with refused(ControlError):
         history.say(78, hello)
 
@@ -166,7 +167,7 @@ def test_a_lost_worker_is_refused_and_its_agent_ends_it() -> None:
     history.start()
     replaced(history, ranks={(0, 1), (1, 1), (2, 1), (3, 1)})
     assert history.sent(Kill, to=history.now_at(AGENT)) == [Kill(worker=1)]
-    history.say(77, Hello(worker=1, host="10.0.0.1", incarnation=1, resumes=21))
+    history.say(77, Hello(member=Member(1, 1), host="10.0.0.1", resumes=21))
     assert history.sent(Refused, to=77) == [Refused(reason="worker 1 is not in the run any more")]
     history.say(77, Started(generation=1))  # sent before it knew: ignored
 
@@ -179,7 +180,7 @@ def test_a_rank_that_was_not_started_is_started() -> None:
     history.wait(0.3)
     assert history.state.members[1].incarnation == 2
     replaced(history, ranks={(0, 1), (2, 1), (3, 1)})
-    assert history.sent(Spawn) == [Spawn(workers=(1,), incarnations=(2,))]
+    assert history.sent(Spawn) == [Spawn(members=(Member(1, 2),))]
 
 
 def test_an_interrupted_run_still_ends() -> None:

@@ -7,6 +7,7 @@ from chameleon_ft.coordinator.events import Disconnected, EndRequested, TermClai
 from chameleon_ft.coordinator.state.state import Phase
 from chameleon_ft.errors import ControlError
 from chameleon_ft.protocol.messages import Exit, Hello, Refused, StandbyHello
+from chameleon_ft.protocol.parts import Member
 from tests.coordinator.histories import AGENT
 from tests.coordinator.takeovers import replaced, training
 from tests.golden import refused
@@ -22,7 +23,7 @@ def test_a_coordinator_resigns_once_a_peer_has_obeyed_a_higher_term() -> None:
     history = training()
     history.take_over()
     before = history.state
-    hello = Hello(worker=0, host="10.0.0.1", incarnation=1, resumes=history.connection(0), known=1, term=2)
+    hello = Hello(member=Member(0, 1), host="10.0.0.1", resumes=history.connection(0), known=1, term=2)
     assert history.say(history.connection(0) + 10_000, hello) == (Resign(),)
     assert history.state == before
 
@@ -90,7 +91,7 @@ def test_a_connection_that_was_not_acknowledged_before_the_coordinator_was_lost_
     replaced(history, absent=(2,))
     history.take_over()
     history.commands.clear()
-    history.say(900, Hello(worker=2, host="10.0.0.1", incarnation=1, resumes=acknowledged, known=1, term=2))
+    history.say(900, Hello(member=Member(2, 1), host="10.0.0.1", resumes=acknowledged, known=1, term=2))
     assert history.sent(Refused) == []
     assert history.state.members[2].connection == 900
 

@@ -23,7 +23,7 @@ from chameleon_ft.coordinator.state.state import State
 from chameleon_ft.coordinator.state_machine import step
 from chameleon_ft.events.records import StepRecord
 from chameleon_ft.protocol.messages import Committed, Hello, Message
-from chameleon_ft.protocol.parts import OperationTimes
+from chameleon_ft.protocol.parts import Member, OperationTimes
 from chameleon_ft.storage.file_queue import FileQueue
 from chameleon_ft.storage.files import RunDirectory, detach, read_lines
 from tests.coordinator.histories import History, new_state, vote
@@ -237,9 +237,7 @@ class Terms(RuleBasedStateMachine):
         peer.leader = None
         if leader.holds:
             self.connections += 1
-            hello = Hello(
-                worker=peer.worker, host="10.0.0.1", incarnation=1, resumes=peer.number, term=peer.term, known=1
-            )
+            hello = Hello(member=Member(peer.worker, 1), host="10.0.0.1", resumes=peer.number, term=peer.term, known=1)
             leader.message(self.connections, hello)
 
     @precondition(lambda self: len(self.leaders) > 1)

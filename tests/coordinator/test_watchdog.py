@@ -24,6 +24,7 @@ from chameleon_ft.coordinator.detectors.base import (
 )
 from chameleon_ft.coordinator.detectors.watchdog import Watchdog
 from chameleon_ft.protocol.messages import Position, ProcessState
+from chameleon_ft.protocol.parts import Member
 
 TIMEOUTS = Timeouts(
     heartbeat_timeout_s=1.0,
@@ -92,7 +93,7 @@ def position(probe: int | None, *, waiting: bool = False, since_s: float = 0.0) 
 
 def state(probe: int | None, *, stopped: bool) -> ProcessState:
     assert probe is not None
-    return ProcessState(probe=probe, worker=4, stopped=stopped)
+    return ProcessState(probe=probe, member=Member(4, 1), stopped=stopped)
 
 
 def test_no_worker_is_probed_while_a_step_may_be_under_way() -> None:

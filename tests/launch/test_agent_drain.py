@@ -15,6 +15,7 @@ from websockets.sync.server import ServerConnection, serve
 
 from chameleon_ft.protocol.codec import decode, encode
 from chameleon_ft.protocol.messages import Acknowledged, Drain, Exit, Hello, HostHello, Spawn
+from chameleon_ft.protocol.parts import Member
 from tests.harness import Command, every_process_ends
 
 pytestmark = pytest.mark.multiprocess
@@ -38,7 +39,7 @@ def coordinator_that(*, drains: bool) -> Iterator[tuple[str, threading.Event]]:
             match decode(text):
                 case HostHello():
                     connection.send(encode(acknowledged(1)))
-                    connection.send(encode(Spawn(workers=(0,), incarnations=(1,))))
+                    connection.send(encode(Spawn(members=(Member(0, 1),))))
                 case Hello():
                     connection.send(encode(acknowledged(2)))
                     ranks.append(connection)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from chameleon_ft.protocol.parts import Member
 from chameleon_ft.worker.rank import spawned_rank_main
 
 WORKER = 2
@@ -24,7 +25,7 @@ def hangs(*lifelines: int, **arguments: Any) -> None:
     _run_rank(signal.pause, *lifelines, **arguments)
 
 
-def _run_rank(fail: Callable[[], object], *lifelines: int, worker: int, incarnation: int, **arguments: Any) -> None:
-    if (worker, incarnation) == (WORKER, 1):
+def _run_rank(fail: Callable[[], object], *lifelines: int, member: Member, **arguments: Any) -> None:
+    if member == (WORKER, 1):
         fail()
-    spawned_rank_main(*lifelines, worker=worker, incarnation=incarnation, **arguments)
+    spawned_rank_main(*lifelines, member=member, **arguments)

@@ -27,11 +27,12 @@ SCRIPT = """
 import sys, threading
 from chameleon_ft.protocol.address import CoordinatorAccess
 from chameleon_ft.protocol.messages import Ready
+from chameleon_ft.protocol.parts import Member
 from chameleon_ft.worker import control_client
 
 control_client._END_S = 0.1
 access = CoordinatorAccess(address=sys.argv[1], token="t")
-client = control_client.ControlClient(access, worker=3, host="h", incarnation=2)
+client = control_client.ControlClient(access, member=Member(3, 2), host="h")
 client.activity.publish()
 client.activity.begin("F3")
 client.start()
@@ -87,7 +88,7 @@ def test_it_tells_where_it_hangs_and_ends(tmp_path: Path) -> None:
         await tell(connection, Kill(worker=3, is_hung=True))
         found = decode(await connection.recv())
         assert isinstance(found, HangEvidence)
-        assert (found.worker, found.incarnation) == (3, 2)
+        assert found.member == (3, 2)
         evidence = Evidence.parse(found.activity)
         assert str(evidence.last) == "in F3"
         line = next(number for number, text in enumerate(SCRIPT.splitlines(), 1) if "# the hang" in text)

@@ -366,7 +366,7 @@ class CommandRunner:
         try:
             self.planner.require_costs(after.members.hosts())
         except ProfileError as error:
-            raise ControlError(f"worker {event.message.worker} cannot take part: {error}") from None
+            raise ControlError(f"{event.message.member} cannot take part: {error}") from None
 
     def execute(self, state: State, command: commands.Command) -> events.Event | None:
         """Carry out a command; return the event that it leads to at once, if any."""
@@ -378,9 +378,8 @@ class CommandRunner:
                 self.acknowledge(state, connection)
             case commands.Drop(connection=connection):
                 self._peers.drop(connection)
-            case commands.Welcome():
-                own = {"incarnation": command.incarnation}
-                self._peers.send(command.connection, self._welcome.model_copy(update=own))
+            case commands.Welcome(connection=connection, incarnation=incarnation):
+                self._peers.send(connection, self._welcome.model_copy(update={"incarnation": incarnation}))
             case commands.Record(record=record):
                 self._recorder.record(record)
             case commands.Task.PREPARE_GENERATION:

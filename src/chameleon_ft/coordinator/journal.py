@@ -30,7 +30,7 @@ from chameleon_ft.storage.file_queue import FileQueue
 from chameleon_ft.storage.files import RunDirectory, read_lines
 from chameleon_ft.storage.recorder import RecordLine, line_of
 
-_FORMAT: Final = "chameleon-journal-2"
+_FORMAT: Final = "chameleon-journal-3"
 """In the first line; to be counted up when a change of `State` or of the events gives lines another meaning."""
 _MIN_BYTES: Final = 256 << 10
 _PER_STATE: Final = 4

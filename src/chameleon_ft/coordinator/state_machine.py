@@ -232,7 +232,7 @@ def _received(draft: Draft, connection: int, message: Message) -> None:
         case messages.WorkerExited() | messages.ProcessState() | messages.HangEvidence() if (
             connection in state.members.agents
         ):
-            worker = state.members.started_by(connection, message.worker, message.incarnation)
+            worker = state.members.started_by(connection, message.member)
             if isinstance(message, messages.WorkerExited):
                 _exited(draft, worker, message)
             elif isinstance(message, messages.HangEvidence):
@@ -290,11 +290,11 @@ def _hello(draft: Draft, connection: int, hello: messages.Hello) -> None:
     state = draft.state
     is_gathering = state.phase is Phase.GATHERING
     if not is_gathering:
-        state.members.require_number(hello.worker)
-        if state.respawns.is_blocked(hello.worker):
-            raise ControlError(f"worker {hello.worker} was lost too often and is not taken again; take another number")
+        state.members.require_number(hello.member.worker)
+        if state.respawns.is_blocked(hello.member.worker):
+            raise ControlError(f"{hello.member} was lost too often and is not taken again; take another number")
     draft.state = replace(draft.state, members=state.members.joined(connection, hello, now=draft.at.unix_s))
-    worker = draft.state.members[hello.worker]
+    worker = draft.state.members[hello.member.worker]
     draft.do(commands.Welcome(connection, worker.incarnation))
     if not is_gathering:
         return

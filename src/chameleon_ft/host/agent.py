@@ -38,7 +38,7 @@ from chameleon_ft.protocol.messages import (
     Spawn,
     WorkerExited,
 )
-from chameleon_ft.protocol.parts import HostReport, RankProcess
+from chameleon_ft.protocol.parts import HostReport, Member, RankProcess
 
 # Ranks that are told to exit have this long.
 _EXIT_GRACE_S = 5.0
@@ -55,8 +55,7 @@ class Agent:
         slots: workers to run on this host.
         host: address at which other hosts reach this one, or its network interface; None uses the local address
             towards the coordinator.
-        start_rank: function that starts the process of a rank; keywords: access, worker, incarnation, host,
-            local_index.
+        start_rank: function that starts the process of a rank; keywords: access, member, host, local_index.
         examine: returns what is found on this host, see `Examine`; None if it need not be examined.
     """
 
@@ -77,8 +76,7 @@ class Agent:
         self._host = own_address(host, towards=access.address)
         self._start_rank = start_rank
         self._examine_host = examine
-        # By worker and incarnation.
-        self._ranks: dict[tuple[int, int], HostProcess] = {}
+        self._ranks: dict[Member, HostProcess] = {}
         # By worker, whose index on this host is that of all its incarnations.
         self._local_indexes: dict[int, int] = {}
         self._exit: Exit | None = None
@@ -86,9 +84,9 @@ class Agent:
         # The exit code of the last rank that has ended.
         self._last_exit_code: int | None = None
         # Ranks still to be started.
-        self._pending: set[tuple[int, int]] = set()
+        self._pending: set[Member] = set()
         # Ranks to adopt whose processes are not found.
-        self._unknown: set[tuple[int, int]] = set()
+        self._unknown: set[Member] = set()
         self._spawn_lock = asyncio.Lock()
         # Why a rank could not be started.
         self._failure: ControlError | None = None
@@ -171,28 +169,26 @@ class Agent:
     async def _carry_out_orders(self) -> None:
         async for message in self._connection.messages():
             match message:
-                case Spawn(workers=workers, incarnations=incarnations):
-                    ranks = list(zip(workers, incarnations, strict=True))
-                    self._pending.update(ranks)
-                    self._tasks.start(self._start(ranks))
+                case Spawn(members=members):
+                    self._pending.update(members)
+                    self._tasks.start(self._start(members))
                 case Examine():
                     # It was begun for an earlier connection; two would disturb each other.
                     if self._examination is not None:
                         self._examination.cancel()
                     self._examination = self._tasks.start(self._report_host(message))
                 case Adopt(ranks=adopted, given_up=given_up):
-                    for worker, incarnation, process in adopted:
-                        self._adopt(worker, incarnation, process)
+                    for member, process in adopted:
+                        self._adopt(member, process)
                     self._tasks.start(self._end(given_up))
                 case Kill(worker=worker, is_hung=is_hung):
                     self._kill(worker, is_hung=is_hung)
                 case Probe(probe=probe, worker=only):
-                    for (worker, incarnation), rank in self._ranks.items():
-                        if only in (None, worker):
+                    for member, rank in self._ranks.items():
+                        if only in (None, member.worker):
                             state = ProcessState(
                                 probe=probe,
-                                worker=worker,
-                                incarnation=incarnation,
+                                member=member,
                                 stopped=is_stopped(rank.pid),
                                 doing=read_in_progress(rank.pid),
                             )
@@ -217,49 +213,47 @@ class Agent:
         elif not self._local_indexes:
             self._exit = Exit(reason=_NO_WORKER)
 
-    async def _start(self, ranks: Sequence[tuple[int, int]]) -> None:
+    async def _start(self, members: Sequence[Member]) -> None:
         """Start the ranks, except any given up meanwhile; close the connection if one cannot be started."""
         async with self._spawn_lock:
-            for worker, incarnation in ranks:
+            for member in members:
                 # The rank was given up before it was started.
-                if (worker, incarnation) not in self._pending:
-                    self._connection.send(
-                        WorkerExited(worker=worker, incarnation=incarnation, exit_code=-signal.SIGKILL)
-                    )
+                if member not in self._pending:
+                    self._connection.send(WorkerExited(member=member, exit_code=-signal.SIGKILL))
                     continue
                 try:
-                    rank = await self._spawn(worker, incarnation)
+                    rank = await self._spawn(member)
                 except Exception as error:  # noqa: BLE001
-                    self._failure = ControlError(f"worker {worker} cannot be started here: {error}")
+                    self._failure = ControlError(f"{member} cannot be started here: {error}")
                     await self._connection.close()
                     return
-                self._look_after(worker, incarnation, rank)
-                if (worker, incarnation) not in self._pending:
+                self._look_after(member, rank)
+                if member not in self._pending:
                     rank.kill()
-                self._pending.discard((worker, incarnation))
+                self._pending.discard(member)
 
     async def _report_host(self, order: Examine) -> None:
         assert self._examine_host is not None
         report = await self._examine_host(order)
         self._connection.send(HostExamined(report=report, request=order.request))
 
-    def _adopt(self, worker: int, incarnation: int, process: RankProcess) -> None:
+    def _adopt(self, member: Member, process: RankProcess) -> None:
         """Look after a rank that another agent has started. Raises ControlError if it belongs to another user."""
-        if (worker, incarnation) in self._ranks:
+        if member in self._ranks:
             return
         try:
             rank = HostProcess.found(process.pid, started=process.started)
         except ProcessLookupError as error:
-            _logger.warning("worker %d cannot be adopted: %s", worker, error)
-            self._unknown.add((worker, incarnation))
+            _logger.warning("%s cannot be adopted: %s", member, error)
+            self._unknown.add(member)
             return
         except PermissionError:
             raise ControlError(
-                f"the process {process.pid} of worker {worker} belongs to another user; start the agent as that user"
+                f"the process {process.pid} of {member} belongs to another user; start the agent as that user"
             ) from None
-        _logger.info("worker %d, process %d, is adopted", worker, process.pid)
-        self._local_indexes[worker] = process.local_index
-        self._look_after(worker, incarnation, rank)
+        _logger.info("%s, process %d, is adopted", member, process.pid)
+        self._local_indexes[member.worker] = process.local_index
+        self._look_after(member, rank)
 
     async def _end(self, given_up: Sequence[RankProcess]) -> None:
         """Kill ranks of another agent, before any is started in their place."""
@@ -272,55 +266,54 @@ class Agent:
                     await asyncio.wait_for(rank.wait(), _EXIT_GRACE_S)
 
     def _kill(self, worker: int, *, is_hung: bool) -> None:
-        self._pending = {rank for rank in self._pending if rank[0] != worker}
-        for (number, incarnation), process in self._ranks.items():
-            if number == worker and is_hung:
-                self._tasks.start(self._examine(number, incarnation, process))
-            elif number == worker:
+        self._pending = {member for member in self._pending if member.worker != worker}
+        for member, process in self._ranks.items():
+            if member.worker == worker and is_hung:
+                self._tasks.start(self._examine(member, process))
+            elif member.worker == worker:
                 process.kill()
-        for number, incarnation in [rank for rank in self._unknown if rank[0] == worker]:
-            self._unknown.remove((number, incarnation))
-            self._connection.send(WorkerExited(worker=number, incarnation=incarnation, exit_code=None))
+        for member in [member for member in self._unknown if member.worker == worker]:
+            self._unknown.remove(member)
+            self._connection.send(WorkerExited(member=member, exit_code=None))
 
-    async def _examine(self, worker: int, incarnation: int, rank: HostProcess) -> None:
+    async def _examine(self, member: Member, rank: HostProcess) -> None:
         """Send evidence of the hang of a rank, and kill it."""
         try:
             process, activity = await examine(rank)
-            rank_id = {"worker": worker, "incarnation": incarnation}
-            self._connection.send(HangEvidence(process=process, activity=activity, **rank_id))
+            self._connection.send(HangEvidence(member=member, process=process, activity=activity))
         finally:
             rank.kill()
 
-    async def _spawn(self, worker: int, incarnation: int) -> HostProcess:
+    async def _spawn(self, member: Member) -> HostProcess:
         # Later incarnations run on the accelerator of the first one.
+        worker = member.worker
         if worker not in self._local_indexes:
             taken = set(self._local_indexes.values())
             self._local_indexes[worker] = next(index for index in itertools.count() if index not in taken)
         return await self._start_rank(
             access=self._connection.access,
-            worker=worker,
-            incarnation=incarnation,
+            member=member,
             host=self._host,
             local_index=self._local_indexes[worker],
         )
 
-    def _look_after(self, worker: int, incarnation: int, rank: HostProcess) -> None:
-        self._ranks[worker, incarnation] = rank
+    def _look_after(self, member: Member, rank: HostProcess) -> None:
+        self._ranks[member] = rank
 
         def reaped(reaping: asyncio.Task[None]) -> None:
             # The event loop may have cancelled it with all of its tasks: then `end_all` must not wait for it.
             if reaping.cancelled():
-                del self._ranks[worker, incarnation]
+                del self._ranks[member]
                 rank.kill()
 
-        self._tasks.start(self._reap(worker, incarnation, rank)).add_done_callback(reaped)
+        self._tasks.start(self._reap(member, rank)).add_done_callback(reaped)
 
-    async def _reap(self, worker: int, incarnation: int, rank: HostProcess) -> None:
+    async def _reap(self, member: Member, rank: HostProcess) -> None:
         """Report the exit of a rank to the coordinator as soon as it ends."""
         exit_code = await rank.wait()
-        del self._ranks[worker, incarnation]
+        del self._ranks[member]
         self._last_exit_code = exit_code
-        self._connection.send(WorkerExited(worker=worker, incarnation=incarnation, exit_code=exit_code))
+        self._connection.send(WorkerExited(member=member, exit_code=exit_code))
 
     def _were_told_to_exit(self) -> bool:
         """Return whether all ranks have ended, the last one by an order: the run is over, or they have left it."""

@@ -21,7 +21,7 @@ from chameleon_ft.launch import processes
 from chameleon_ft.launch.coordinator import DEPOSED
 from chameleon_ft.protocol.address import CoordinatorAccess, own_address
 from chameleon_ft.protocol.messages import Examine, Exit
-from chameleon_ft.protocol.parts import HostReport
+from chameleon_ft.protocol.parts import HostReport, Member
 from chameleon_ft.storage.files import RunDirectory
 
 
@@ -204,7 +204,8 @@ def work(access: CoordinatorAccess, *, environ: Mapping[str, str]) -> NoReturn:
 
     code = rank_main(
         access,
-        worker=int(environ["RANK"]),
+        # The coordinator counts the incarnations.
+        member=Member(int(environ["RANK"]), 0),
         host=own_address(environ.get("CHAMELEON_HOST"), towards=access.address),
         local_index=int(environ["LOCAL_RANK"]),
     )

@@ -15,7 +15,7 @@ from chameleon_ft.events.records import RunStatus
 from chameleon_ft.plan.rest import StepProgress
 from chameleon_ft.plan.shards import UNITS
 from chameleon_ft.plan.vote import Vote
-from chameleon_ft.protocol.parts import BoundaryMessage, HostReport, MessagePart, OperationTimes, RankProcess
+from chameleon_ft.protocol.parts import BoundaryMessage, HostReport, Member, MessagePart, OperationTimes, RankProcess
 from chameleon_ft.recovery.generation import GenerationSpec, WorkerOrders
 from chameleon_ft.recovery.transition import LayerMove
 
@@ -268,15 +268,19 @@ class Spawn(Message):
     """An agent is to start these workers."""
 
     type: Literal["spawn"] = "spawn"
-    workers: tuple[int, ...]
-    incarnations: tuple[int, ...]  # number of each worker's incarnation, from 1
+    members: tuple[Member, ...]
+
+    @property
+    def workers(self) -> tuple[int, ...]:
+        """The workers, in their order."""
+        return tuple(member.worker for member in self.members)
 
 
 class Adopt(Message):
     """An agent is to look after ranks of its host that have lost their agent, and to end those that are given up."""
 
     type: Literal["adopt"] = "adopt"
-    ranks: tuple[tuple[int, int, RankProcess], ...] = ()  # (worker, incarnation, process)
+    ranks: tuple[tuple[Member, RankProcess], ...] = ()
     given_up: tuple[RankProcess, ...] = ()  # they may have ended long ago; no rank is started beside them
 
 
@@ -318,9 +322,8 @@ class Hello(Message):
     """First message of a rank."""
 
     type: Literal["hello"] = "hello"
-    worker: int
+    member: Member  # as `Spawn` told its agent; of incarnation 0 if a cluster's launcher started it
     host: str
-    incarnation: int = 0  # the incarnation that `Spawn` told its agent; 0 if a cluster's launcher started it
     resumes: int | None = None  # number of the connection that it has lost, as `Acknowledged` gave it
     known: int = 0  # if it resumes: the newest generation of which it has an order
     switch_to: int = 0  # if it resumes: the generation of the newest `Switch` that it has received
@@ -337,7 +340,7 @@ class HostHello(Message):
     slots: int  # workers it can run
     id: str = ""  # drawn by this agent, so that it is recognised though nothing was acknowledged to it
     resumes: int | None = None  # number of the connection that it has lost, as `Acknowledged` gave it
-    ranks: tuple[tuple[int, int], ...] = ()  # (worker, incarnation) of the ranks that it runs
+    ranks: tuple[Member, ...] = ()  # those that it runs
     examines: bool = False  # whether it can examine its host; see `Examine`
     term: int = 0  # the highest term of a coordinator that it has obeyed
 
@@ -368,8 +371,7 @@ class WorkerExited(Message):
     """A rank has ended. `exit_code` is negative for a signal, as in `subprocess`; None if its agent has adopted it."""
 
     type: Literal["worker_exited"] = "worker_exited"
-    worker: int
-    incarnation: int = 1
+    member: Member
     exit_code: int | None
 
 
@@ -381,8 +383,7 @@ class ProcessState(Message):
 
     type: Literal["process_state"] = "process_state"
     probe: int
-    worker: int
-    incarnation: int = 1
+    member: Member
     stopped: bool
     doing: str = ""
 
@@ -396,8 +397,7 @@ class HangEvidence(Message):
     """An agent's last look at a worker that is given up though its process runs."""
 
     type: Literal["hang_evidence"] = "hang_evidence"
-    worker: int
-    incarnation: int = 1
+    member: Member
     process: str  # state and processor time of the process
     activity: str  # its activity file, with the stacks of its threads; empty if it could not be read
 

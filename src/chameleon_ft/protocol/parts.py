@@ -2,7 +2,22 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from pydantic import BaseModel, ConfigDict
+
+
+class Member(NamedTuple):
+    """Who a member of a run is: a worker, in one of its incarnations, counted from 1.
+
+    The coordinator counts the incarnations; 0 means that only it knows which one this is.
+    """
+
+    worker: int
+    incarnation: int
+
+    def __str__(self) -> str:
+        return f"worker {self.worker}"
 
 
 class MessagePart(BaseModel):

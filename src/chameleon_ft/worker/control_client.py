@@ -56,7 +56,7 @@ from chameleon_ft.protocol.messages import (
     Switch,
     Welcome,
 )
-from chameleon_ft.protocol.parts import RankProcess
+from chameleon_ft.protocol.parts import Member, RankProcess
 from chameleon_ft.worker.communicators.base import Communicators, Rendezvous
 from chameleon_ft.worker.communicators.store import GenerationStore
 from chameleon_ft.worker.fault_injection import FaultInjector
@@ -196,16 +196,13 @@ class ControlClient:
         self,
         access: CoordinatorAccess,
         *,
-        worker: int,
+        member: Member,
         host: str,
-        incarnation: int = 0,
         process: RankProcess | None = None,
         memory_bytes: int | None = None,
     ) -> None:
         self._access = access
-        self._hello = Hello(
-            worker=worker, host=host, incarnation=incarnation, process=process, memory_bytes=memory_bytes
-        )
+        self._hello = Hello(member=member, host=host, process=process, memory_bytes=memory_bytes)
         self._newest_ordered = 0
         self._was_welcomed = False
         self._is_drained = False
@@ -402,8 +399,7 @@ class ControlClient:
         """Send evidence of where the training thread hangs, as an agent would, and end this process."""
         try:
             process, activity = await examine(HostProcess(os.getpid()))
-            rank_id = {"worker": self._hello.worker, "incarnation": self._hello.incarnation}
-            self._connection.send(HangEvidence(process=process, activity=activity, **rank_id))
+            self._connection.send(HangEvidence(member=self._hello.member, process=process, activity=activity))
             await asyncio.wait_for(self._connection.flush(), _SEND_S)
         finally:
             _kill_this_process()

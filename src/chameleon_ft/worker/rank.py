@@ -37,7 +37,7 @@ from chameleon_ft.job import BoundarySpec
 from chameleon_ft.protocol.address import CoordinatorAccess, require_worker_ports
 from chameleon_ft.protocol.job_info import LOOPBACK
 from chameleon_ft.protocol.messages import Crashed, Exit, Ready, Refused, Welcome
-from chameleon_ft.protocol.parts import RankProcess
+from chameleon_ft.protocol.parts import Member, RankProcess
 from chameleon_ft.registry import EMULATION
 from chameleon_ft.storage.files import FaultLog, RunDirectory
 from chameleon_ft.storage.profiles import costs_of_run, profile_of_run
@@ -52,30 +52,29 @@ from chameleon_ft.worker.preflight import available_bytes
 from chameleon_ft.worker.trainer import Trainer
 
 
-def spawned_rank_main(*lifelines: int, worker: int, **arguments: Any) -> NoReturn:
+def spawned_rank_main(*lifelines: int, member: Member, **arguments: Any) -> NoReturn:
     """Run `rank_main`, with its arguments, in a process that an agent's fork server started, and end the process.
 
     It outlives the agent, and ends with the process that holds its lifeline, if there is one.
     """
-    name_process(f"worker {worker}")
+    name_process(str(member))
     for lifeline in lifelines:
         end_with_holder(lifeline)
     outlive_parent()
     try:
-        code = rank_main(worker=worker, **arguments)
+        code = rank_main(member=member, **arguments)
     except ChameleonError as error:
-        print(f"worker {worker}: {error}", file=sys.stderr)
+        print(f"{member}: {error}", file=sys.stderr)
         code = 1
     exit_immediately(code)
 
 
-def rank_main(access: CoordinatorAccess, *, worker: int, host: str, local_index: int, incarnation: int = 0) -> int:
+def rank_main(access: CoordinatorAccess, *, member: Member, host: str, local_index: int) -> int:
     """Join a run, train until told to stop, and return the process's exit code.
 
     Args:
         host: The address by which other ranks reach this one.
         local_index: The number of this rank on its host, which picks its accelerator.
-        incarnation: The number of the worker's incarnation, from 1; 0 where only the coordinator knows it.
 
     Raises:
         ControlError: the coordinator cannot be joined.
@@ -84,9 +83,8 @@ def rank_main(access: CoordinatorAccess, *, worker: int, host: str, local_index:
     own = os.getpid()
     client = ControlClient(
         access,
-        worker=worker,
+        member=member,
         host=host,
-        incarnation=incarnation,
         process=RankProcess(pid=own, started=start_time(own) or 0, local_index=local_index),
         memory_bytes=available_bytes(),
     )
@@ -95,10 +93,10 @@ def rank_main(access: CoordinatorAccess, *, worker: int, host: str, local_index:
     try:
         welcome = client.orders.get()
         if isinstance(welcome, Refused):
-            print(f"worker {worker} is refused: {welcome.reason}", file=sys.stderr)
+            print(f"{member} is refused: {welcome.reason}", file=sys.stderr)
         if not isinstance(welcome, Welcome):
             return welcome.exit_code or 1 if isinstance(welcome, Exit) else 1
-        trainer = _trainer(welcome, client, worker=worker, host=host, local_index=local_index)
+        trainer = _trainer(welcome, client, worker=member.worker, host=host, local_index=local_index)
         client.send(Ready())
         code = trainer.serve()
     except (Exception, SystemExit) as error:  # noqa: BLE001 - code of the job may call sys.exit

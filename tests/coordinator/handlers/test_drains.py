@@ -21,6 +21,7 @@ from chameleon_ft.protocol.messages import (
     Switch,
     WorkerExited,
 )
+from chameleon_ft.protocol.parts import Member
 from tests.coordinator.histories import AGENT, History, new_state
 from tests.coordinator.situations import RESPAWNING, come_back, drain, lose_and_respawn, training
 from tests.golden import refused
@@ -84,7 +85,7 @@ def test_all_workers_of_a_host_but_not_all_of_the_run_can_be_drained(host: str, 
     history = training()
     history.say(AGENT + 1, HostHello(host="node7 (10.0.0.7)", slots=2))
     for worker in (4, 5):
-        history.tell(worker, Hello(worker=worker, host="10.0.0.7", incarnation=1))
+        history.tell(worker, Hello(member=Member(worker, 1), host="10.0.0.7"))
     refused = drain(history, host=host)
     assert isinstance(refused, Refused)
     assert "no worker would be left" in refused.reason
@@ -102,7 +103,7 @@ def test_it_is_said_why_workers_leave() -> None:
     drain(history, 1)
     history.tell(2, Drain(signal="SIGHUP"))
     history.say(AGENT + 1, HostHello(host="node7", slots=1))
-    history.tell(4, Hello(worker=4, host="10.0.0.7", incarnation=1))
+    history.tell(4, Hello(member=Member(4, 1), host="10.0.0.7"))
     history.say(AGENT + 1, Drain(signal="SIGTERM"))
     assert [event["message"] for event in history.events("draining")] == [
         "until no plan needs worker 1 any more, because of chameleon drain",
@@ -116,7 +117,7 @@ def test_workers_that_do_not_take_part_yet_leave_at_once(by: int) -> None:
     history = training(recovery=RESPAWNING)
     history.say(AGENT + 1, HostHello(host="node7 (10.0.0.7)", slots=3))
     for worker in (4, 5):
-        history.tell(worker, Hello(worker=worker, host="10.0.0.7", incarnation=1))
+        history.tell(worker, Hello(member=Member(worker, 1), host="10.0.0.7"))
     history.tell(4, Ready())
     answer = drain(history, host="node7" if by == 2000 else None, by=by)
     assert isinstance(answer, Drain)
@@ -129,7 +130,7 @@ def test_workers_that_do_not_take_part_yet_leave_at_once(by: int) -> None:
     for worker in (4, 5):
         history.depart(20 * worker + 1)
     for worker in (4, 5, 6):
-        history.say(AGENT + 1, WorkerExited(worker=worker, exit_code=-9))
+        history.say(AGENT + 1, WorkerExited(member=Member(worker, 1), exit_code=-9))
     history.depart(AGENT + 1)
     history.commit()
     history.wait(20.0)
@@ -137,7 +138,7 @@ def test_workers_that_do_not_take_part_yet_leave_at_once(by: int) -> None:
     assert history.failures == []
     assert (history.events("join_failed"), history.events("respawn"), history.events("host_lost")) == ([], [], [])
     with refused(ControlError):
-        history.tell(6, Hello(worker=6, host="10.0.0.7", incarnation=1))
+        history.tell(6, Hello(member=Member(6, 1), host="10.0.0.7"))
 
 
 def test_a_worker_that_is_loading_again_is_ended_by_its_agent() -> None:
@@ -182,21 +183,21 @@ def test_an_agent_ends_once_all_its_workers_have_left() -> None:
     history.commit()
     history.wait(0.1)
     assert history.sent(Exit, to=AGENT + 1) == [Exit(reason="drained", is_drained=True)]
-    history.say(AGENT + 1, WorkerExited(worker=5, exit_code=0))
+    history.say(AGENT + 1, WorkerExited(member=Member(5, 1), exit_code=0))
     history.depart(AGENT + 1)
     history.wait(20.0)
     assert history.failures == []
     assert [event["host"] for event in history.events("host_drained")] == ["late"]
     assert history.events("host_lost") == []
     history.say(AGENT + 2, HostHello(host="later", slots=1))
-    assert history.sent(Spawn, to=AGENT + 2) == [Spawn(workers=(4,), incarnations=(2,))], "its number is free"
+    assert history.sent(Spawn, to=AGENT + 2) == [Spawn(members=(Member(4, 2),))], "its number is free"
 
 
 def test_an_agent_whose_last_worker_is_lost_while_it_leaves_ends_too() -> None:
     history = train_with_second_host()
     assert drain(history, by=AGENT + 1) == Drain(workers=(4, 5))
     for worker in (4, 5):
-        history.say(AGENT + 1, WorkerExited(worker=worker, exit_code=-9))
+        history.say(AGENT + 1, WorkerExited(member=Member(worker, 1), exit_code=-9))
     history.quiesce()
     history.start()
     history.wait(0.1)
@@ -206,7 +207,7 @@ def test_an_agent_whose_last_worker_is_lost_while_it_leaves_ends_too() -> None:
 def test_an_agent_whose_workers_are_lost_has_nothing_to_drain() -> None:
     history = train_with_second_host()
     for worker in (4, 5):
-        history.say(AGENT + 1, WorkerExited(worker=worker, exit_code=-9))
+        history.say(AGENT + 1, WorkerExited(member=Member(worker, 1), exit_code=-9))
     history.quiesce()
     history.start()
     assert drain(history, by=AGENT + 1) == Drain()
@@ -260,7 +261,7 @@ def train_with_launched_worker() -> History:
     history.say(AGENT, HostHello(host="a host", slots=3))
     for worker in range(3):
         history.join(worker)
-    history.tell(3, Hello(worker=3, host="10.0.0.3"))
+    history.tell(3, Hello(member=Member(3, 0), host="10.0.0.3"))
     history.start()
     history.commit()
     return history

@@ -7,6 +7,7 @@ from chameleon_ft.coordinator.commands import Drop, SaveEvidence
 from chameleon_ft.coordinator.state.state import Phase
 from chameleon_ft.events.evidence import ENTRIES, activity_entry
 from chameleon_ft.protocol.messages import HangEvidence, Hello, Kill, PeerFailed, Position, Probe, ProcessState
+from chameleon_ft.protocol.parts import Member
 from tests.coordinator.histories import AGENT, History
 from tests.coordinator.situations import training
 
@@ -17,11 +18,11 @@ def test_a_stopped_process_is_found_by_a_probe() -> None:
     probe = history.sent(Probe, to=AGENT)[-1].probe
     assert history.sent(Probe, to=21), "ranks are asked, too"
     history.tell(2, Position(probe=probe, doing="F3", waiting=True, since_s=60.0))
-    history.say(AGENT, ProcessState(probe=probe, worker=1, incarnation=1, stopped=True))
+    history.say(AGENT, ProcessState(probe=probe, member=Member(1, 1), stopped=True))
     assert history.live() == (0, 1, 2, 3), "a debugger may have stopped it for a moment"
     history.wait(1.0)
     probe = history.sent(Probe, to=AGENT)[-1].probe
-    history.say(AGENT, ProcessState(probe=probe, worker=1, incarnation=1, stopped=True))
+    history.say(AGENT, ProcessState(probe=probe, member=Member(1, 1), stopped=True))
     history.quiesce()
     history.start()
     assert history.failures == [(1, "watchdog", "hung: its process is stopped")]
@@ -31,15 +32,15 @@ def test_missing_heartbeats_of_a_worker_are_judged_by_its_agent() -> None:
     history = training()
     history.silence(history.connection(1))
     assert history.sent(Probe, to=AGENT)[-1] == Probe(probe=0, worker=1)
-    history.say(AGENT, ProcessState(probe=0, worker=1, stopped=False))
+    history.say(AGENT, ProcessState(probe=0, member=Member(1, 1), stopped=False))
     history.commit()
     assert history.live() == (0, 1, 2, 3), "its process lives"
-    history.say(AGENT, ProcessState(probe=0, worker=1, stopped=True))
+    history.say(AGENT, ProcessState(probe=0, member=Member(1, 1), stopped=True))
     history.silence(history.connection(1), 1.5)
-    history.say(AGENT, ProcessState(probe=0, worker=1, stopped=True))
+    history.say(AGENT, ProcessState(probe=0, member=Member(1, 1), stopped=True))
     assert history.live() == (0, 1, 2, 3), "it has answered meanwhile"
     history.silence(history.connection(1), 2.0)
-    history.say(AGENT, ProcessState(probe=0, worker=1, stopped=True))
+    history.say(AGENT, ProcessState(probe=0, member=Member(1, 1), stopped=True))
     history.quiesce()
     history.start()
     assert history.failures == [(1, "heartbeat", "no heartbeat, because its process is stopped")]
@@ -66,7 +67,7 @@ def test_missing_heartbeats_count_once_the_agent_is_gone_too() -> None:
 def test_a_worker_without_an_agent_may_be_silent_only_in_its_first_step() -> None:
     history = History()
     for worker in range(4):
-        history.say(20 * worker + 1, Hello(worker=worker, host="10.0.0.1"))
+        history.say(20 * worker + 1, Hello(member=Member(worker, 0), host="10.0.0.1"))
     history.start()
     history.silence(history.connection(1))
     assert history.live() == (0, 1, 2, 3)
@@ -122,7 +123,7 @@ def hung() -> History:
 
 
 def examined(history: History) -> None:
-    evidence = HangEvidence(worker=1, process="state S", activity=ACTIVITY)
+    evidence = HangEvidence(member=Member(1, 1), process="state S", activity=ACTIVITY)
     commands = history.say(AGENT, evidence)
     assert SaveEvidence("worker-1-1.txt", f"state S\n\n{ACTIVITY}") in commands
     history.reap(1)

@@ -7,6 +7,7 @@ from chameleon_ft.coordinator.state.state import Phase
 from chameleon_ft.errors import ControlError
 from chameleon_ft.events.records import JoinRecord, StepRecord
 from chameleon_ft.protocol.messages import Begin, Crashed, Discard, Hello, Spawn, Stop, Switch
+from chameleon_ft.protocol.parts import Member
 from tests.coordinator.plans import a_plan
 from tests.coordinator.situations import RESPAWNING, come_back, lose_and_respawn, training
 from tests.golden import refused
@@ -79,10 +80,10 @@ def test_the_crash_of_a_newcomer_before_it_is_ready_changes_nothing() -> None:
     assert (event["worker"], event["incarnation"], event["cause"]) == (1, 2, "OSError: no such device")
     history.reap(1, 1)
     history.wait(60.0)
-    assert history.sent(Spawn)[-1].incarnations == (2,), "it was lost twice and may be once"
+    assert history.sent(Spawn)[-1].members == (Member(1, 2),), "it was lost twice and may be once"
     assert history.events("blocklisted")[0]["worker"] == 1
     with refused(ControlError):
-        history.say(500, Hello(worker=1, host="h", incarnation=3))
+        history.say(500, Hello(member=Member(1, 3), host="h"))
 
 
 def test_a_decision_on_newcomers_that_fails_leaves_them_spares() -> None:

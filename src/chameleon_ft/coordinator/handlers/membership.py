@@ -153,9 +153,9 @@ def joined(draft: Draft, agent: int, hello: HostHello) -> None:
     draft.state = replace(draft.state, members=members)
     if adopt.ranks or adopt.given_up:
         draft.do(Send(agent, adopt))
-    if spawn.workers:
+    if spawn.members:
         draft.do(Send(agent, spawn))
-    adopted = tuple(worker for worker, _, _ in adopt.ranks)
+    adopted = tuple(member.worker for member, _ in adopt.ranks)
     if is_late or adopted:
         actions = [f"adopts {_named(adopted)}"] * bool(adopted) + [f"starts {_named(spawn.workers)}"] * bool(
             spawn.workers
@@ -174,9 +174,9 @@ def returned_late(draft: Draft, agent: int, hello: HostHello, before: int | None
         ControlError: like `joined`.
     """
     members = draft.state.members
-    ranks = [(number, members.incarnation_of(number, incarnation)) for number, incarnation in hello.ranks]
-    live = {number: rank for number, rank in ranks if rank is not None and not rank.lost}
-    draft.do(*(Send(agent, Kill(worker=number)) for number, _ in ranks if number not in live))
+    ranks = [members.find(member) for member in hello.ranks]
+    live = {rank.id: rank for rank in ranks if rank is not None and not rank.lost}
+    draft.do(*(Send(agent, Kill(worker=number)) for number, _ in hello.ranks if number not in live))
     is_leaving = before in members.drain_requests or any(rank.draining for rank in live.values())
     is_replaced = any(rank.agent is not None for rank in live.values())
     if before in members.drained_agents or is_replaced or (is_leaving and not live):

@@ -150,14 +150,14 @@ def replaced(state: State, hello: Hello | HostHello) -> int | None:
     """
     if isinstance(hello, HostHello):
         return state.members.agent_ids.get(hello.id, hello.resumes)
-    worker = state.members.workers.get(hello.worker)
+    worker = state.members.workers.get(hello.member.worker)
     has_joined = worker is not None and (worker.lost or worker.connection is not None or worker.process is not None)
     if state.phase is Phase.GATHERING and not hello.known and not has_joined:
         return None
     if worker is not None:
         is_same = hello.process is not None and (worker.process, worker.host) == (hello.process, hello.host)
         if hello.resumes is not None and worker.connection in state.reconnection.awaited:
-            is_same = is_same or hello.incarnation in (0, worker.incarnation)
+            is_same = is_same or hello.member.incarnation in (0, worker.incarnation)
         if is_same and worker.connection is not None:
             return worker.connection
     return hello.resumes
@@ -166,10 +166,10 @@ def replaced(state: State, hello: Hello | HostHello) -> int | None:
 def worker_returned(draft: Draft, connection: int, hello: Hello, before: int) -> None:
     """Take a worker back on another connection, and repeat the orders that it may lack."""
     worker = draft.state.members.worker_of(before)
-    if worker is None or worker.id != hello.worker:
+    if worker is None or worker.id != hello.member.worker:
         # All that it has kept, and sends before it knows, is ignored.
         draft.state = replace(draft.state, members=draft.state.members.fence_connection(connection))
-        draft.do(Send(connection, Refused(reason=f"worker {hello.worker} is not in the run any more")))
+        draft.do(Send(connection, Refused(reason=f"{hello.member} is not in the run any more")))
         return
     _reconnected(draft, before, connection)
     if hello.resumes is None or (worker.first_step is None and not worker.takes_part):
@@ -245,19 +245,18 @@ def host_returned(draft: Draft, connection: int, hello: HostHello, before: int) 
     _reconnected(draft, before, connection)
     own = [worker for worker in draft.state.members if worker.agent == connection]
     for worker in own:
-        if worker.lost and _runs(worker, hello):
+        if worker.lost and worker.member in hello.ranks:
             draft.do(Send(connection, Kill(worker=worker.id)))
     adopted = [
-        (each.id, each.incarnation, each.process)
+        (each.member, each.process)
         for each in own
-        if each.process is not None and not each.lost and not _runs(each, hello)
+        if each.process is not None and not each.lost and each.member not in hello.ranks
     ]
     if adopted:
         draft.do(Send(connection, Adopt(ranks=tuple(adopted))))
-    unstarted = [each for each in own if not each.lost and each.connection is None and not _runs(each, hello)]
+    unstarted = [each for each in own if not each.lost and each.connection is None and each.member not in hello.ranks]
     if unstarted:
-        numbers = tuple(worker.id for worker in unstarted)
-        draft.do(Send(connection, Spawn(workers=numbers, incarnations=tuple(each.incarnation for each in unstarted))))
+        draft.do(Send(connection, Spawn(members=tuple(each.member for each in unstarted))))
 
 
 def missing(draft: Draft) -> list[int]:
@@ -280,7 +279,3 @@ def _reconnected(draft: Draft, before: int, connection: int) -> None:
     draft.state = replace(draft.state, members=members.fence_connection(before))
     draft.do(Drop(before))
     _orders_lost(draft)
-
-
-def _runs(worker: Worker, hello: HostHello) -> bool:
-    return (worker.id, worker.incarnation) in hello.ranks

@@ -21,7 +21,7 @@ from chameleon_ft.coordinator.detectors.slowness import workers_of_link
 from chameleon_ft.errors import ControlError
 from chameleon_ft.plan.frozen_map import FrozenMap, updated, without
 from chameleon_ft.protocol.messages import Adopt, Hello, HostHello, Spawn
-from chameleon_ft.protocol.parts import HostReport, RankProcess
+from chameleon_ft.protocol.parts import HostReport, Member, RankProcess
 
 # After a death at a link, so many times as many steps are needed.
 _LINK_STEPS: Final = 10
@@ -73,6 +73,10 @@ class Worker:
     hung_at: str = ""
     # When this incarnation began, in Unix seconds.
     since: float = 0.0
+
+    @property
+    def member(self) -> Member:
+        return Member(self.id, self.incarnation)
 
     @property
     def is_live(self) -> bool:
@@ -176,41 +180,42 @@ class Members:
         number = self._by_connection.get(connection)
         return None if number is None else self.workers[number]
 
-    def incarnation_of(self, worker: int, incarnation: int) -> Worker | None:
+    def find(self, member: Member) -> Worker | None:
         """Return an incarnation of a worker, present or former."""
-        present = self.workers.get(worker)
-        if present is not None and present.incarnation == incarnation:
+        present = self.workers.get(member.worker)
+        if present is not None and present.incarnation == member.incarnation:
             return present
-        return next((each for each in self.former if (each.id, each.incarnation) == (worker, incarnation)), None)
+        return next((each for each in self.former if each.member == member), None)
 
     def killed_on(self, connection: int) -> Worker | None:
         """Return the worker to which `Kill` was sent on this connection."""
         return next((w for w in (*self.workers.values(), *self.former) if w.kill_connection == connection), None)
 
-    def started_by(self, agent: int, worker: int, incarnation: int) -> Worker:
+    def started_by(self, agent: int, member: Member) -> Worker:
         """Return an incarnation that this agent has started, or another of its host that is gone.
 
         Raises ControlError if neither has.
         """
-        found = self.incarnation_of(worker, incarnation)
+        found = self.find(member)
         if found is None or (found.agent, found.agent_host) not in (
             (agent, found.agent_host),
             (None, self.agents[agent]),
         ):
-            raise ControlError(f"worker {worker} was not started by this agent")
+            raise ControlError(f"{member} was not started by this agent")
         return found
 
     def changed(self, worker: Worker, **changes: Any) -> Self:
         """Return the members with changes to an incarnation, present or former."""
-        key = worker.id, worker.incarnation
         now = self.workers.get(worker.id)
         if now is not None and now.incarnation == worker.incarnation:
             after = replace(now, **changes)
             members = replace(self, workers=updated(self.workers, {worker.id: after}))
             members._derive_from(self, now, after)
             return members
-        former = tuple(replace(each, **changes) if (each.id, each.incarnation) == key else each for each in self.former)
-        return replace(self, former=former)
+        own = worker.member
+        return replace(
+            self, former=tuple(replace(each, **changes) if each.member == own else each for each in self.former)
+        )
 
     def _derive_from(self, before: Members, worker: Worker, after: Worker) -> None:
         """Take over what is known of the members before this worker changed: each message of thousands changes one."""
@@ -280,17 +285,17 @@ class Members:
 
     def joined(self, connection: int, hello: Hello, *, now: float) -> Self:
         """Admit a rank. Raises ControlError if it must not join."""
-        number = hello.worker
+        number, incarnation = hello.member
         self.require_number(number)
         members = self
-        if not hello.incarnation and self._is_free(number):
+        if not incarnation and self._is_free(number):
             members = self._with_new_incarnations([number], agent=None, now=now)
         worker = members.workers.get(number)
         if worker is None:
             raise ControlError(f"worker {number} was started by no agent")
         if worker.connection is not None or worker.lost:
             raise ControlError(f"worker {number} {'is lost' if worker.lost else 'has joined already'}")
-        if worker.agent is not None and hello.incarnation != worker.incarnation:
+        if worker.agent is not None and incarnation != worker.incarnation:
             raise ControlError(f"worker {number} is started by its host's agent, and this is another process")
         return members.changed(
             worker,
@@ -377,14 +382,13 @@ class Members:
         for worker in given_up:
             members = members.changed(worker, process=None)
         return members, Adopt(
-            ranks=tuple((each.id, each.incarnation, each.process) for each in living if each.process is not None),
+            ranks=tuple((each.member, each.process) for each in living if each.process is not None),
             given_up=tuple(each.process for each in given_up if each.process is not None),
         )
 
     def _spawned(self, agent: int, numbers: Sequence[int], *, now: float) -> tuple[Self, Spawn]:
         members = self._with_new_incarnations(numbers, agent=agent, now=now)
-        incarnations = tuple(members[number].incarnation for number in numbers)
-        return members, Spawn(workers=tuple(numbers), incarnations=incarnations)
+        return members, Spawn(members=tuple(members[number].member for number in numbers))
 
     def _with_new_incarnations(self, numbers: Sequence[int], *, agent: int | None, now: float) -> Self:
         """Return the members with a new incarnation of each of these workers."""

@@ -25,6 +25,7 @@ from chameleon_ft.plan.frames import plain
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.plan.vote import Vote
 from chameleon_ft.protocol.messages import Quiesced
+from chameleon_ft.protocol.parts import Member
 from chameleon_ft.recovery.generation import GenerationSpec
 
 
@@ -256,7 +257,7 @@ class State:
 
     def describe_cause(self, loss: Loss) -> str:
         """Describe the cause of a loss, as far as it is known."""
-        worker = self.members.incarnation_of(loss.worker, loss.incarnation)
+        worker = self.members.find(Member(loss.worker, loss.incarnation))
         assert worker is not None
         return loss.describe_cause(
             crash=worker.crash,
