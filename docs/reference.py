@@ -60,6 +60,8 @@ def _values(info: FieldInfo) -> str:
 
 
 def _values_of(kind: Any, constraints: Sequence[object]) -> str:
+    if get_origin(kind) is dict:
+        return "table"
     if kind == tuple[str, ...]:
         return "list of texts"
     if get_origin(kind) is tuple and get_origin(get_args(kind)[0]) is Literal:

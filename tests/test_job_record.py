@@ -50,7 +50,7 @@ class Data:
 def loss(output, targets):
     return nn.functional.cross_entropy(output.flatten(0, 1), targets.flatten(), reduction="sum")
 
-def job():
+def job(*, width=32):
     return Job(
         layers=[partial(nn.Embedding, 16, 8), Block, Block, partial(nn.Linear, 8, 16)],
         loss=loss,
@@ -101,6 +101,7 @@ CHANGES = {
     "rate": (("lr=1e-2", "lr=1e-3"), {"settings"}, "0.001"),
     "schedule": (("step: 1e-2", "step: 1e-2 / (1 + step)"), {"settings"}, "learning_rate of step 10"),
     "optimizer": (("AdamW, lr", "SGD, lr"), {"settings"}, "SGD"),
+    "the default of an argument": (("width=32", "width=64"), {"settings"}, "argument width was 32 and is 64"),
     "clipping": (("clip_norm=1.0", "clip_norm=None"), {"settings"}, "clip_norm"),
     "a comment": (("class Data", "# It is fast.\nclass Data"), set(), "my_job.py"),
     "a module beside it": (("class Block", "# Simple.\nclass Block"), set(), "blocks.py"),
@@ -134,6 +135,14 @@ def test_each_change_is_named(recorded: Callable[..., JobRecord], change: str) -
     assert {each.topic for each in found} == expected | {"sources"}
     assert any(name in each.text for each in found)
     assert sum(each.topic == "outputs" for each in found) <= 1
+
+
+def test_an_argument_that_is_set_is_a_change_and_equal_values_are_none(recorded: Callable[..., JobRecord]) -> None:
+    before, equal, other = (CONFIG.model_copy(update={"job_arguments": {"width": text}}) for text in ("32", 32, "64"))
+    assert recorded().changes_to(recorded(config=before)) == []
+    assert recorded(config=before).changes_to(recorded(config=equal)) == []
+    (change,) = recorded().changes_to(recorded(config=other))
+    assert change.text == "argument width was 32 and is 64"
 
 
 def test_the_layout_the_steps_and_the_folder_change_nothing(recorded: Callable[..., JobRecord]) -> None:

@@ -11,14 +11,15 @@ import importlib.util
 import inspect
 import math
 import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, SupportsFloat, TypeAlias
 
 from chameleon_ft.errors import ConfigError
+from chameleon_ft.job_arguments import ArgumentValue, JobArgument, bound_arguments, settable_arguments
 from chameleon_ft.keys import Purpose, random_key, seeded
 
 if TYPE_CHECKING:
@@ -152,6 +153,7 @@ class Job:
         built_in_full: layers of which a worker initialises the parameters even if it then loads a state, because the
             factory computes more from them than the state; None: found whenever a worker builds such a layer. The
             inspection of a job finds them before a run.
+        arguments: those that the function of the job was called with, its defaults included; `load_job` sets them.
 
     Raises:
         ConfigError: a field is missing or out of range; the message says which and what to change.
@@ -170,6 +172,7 @@ class Job:
     boundaries: Callable[[int], Sequence[BoundarySpec]] | None = None
     precision: Precision = Precision()
     built_in_full: Collection[int] | None = None
+    arguments: Mapping[str, ArgumentValue] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         # nn.Sequential is not a Sequence and neither is a class; both would fail later with a less clear error.
@@ -258,36 +261,52 @@ def load_job(reference: str, config: RunConfig) -> Job:
         reference: ``package.module:function`` or ``path/to/file.py:function``; without ``:function`` it is ``job``.
             Modules are also looked for in the working directory. The folder of a file is put on the import path, as
             for a script.
-        config: passed to the function if it requires an argument, with the horizon of the schedule as its steps.
+        config: passed to the function if it requires an argument, with the horizon of the schedule as its steps. Its
+            `job_arguments` are passed by their names.
 
     Raises:
-        ConfigError: there is no such function, or it returns no `Job`. Errors of the function itself pass through.
+        ConfigError: there is no such function, it has no such arguments, or it returns no `Job`. Errors of the function
+            itself pass through.
     """
+    function = _import_function(reference, config, kind="job")
+    arguments = bound_arguments(function, config.job_arguments, job=reference)
     # A schedule is not to move when a run resumes with more steps.
-    job = call_function(reference, config.model_copy(update={"steps": config.horizon}))
+    job = _call(function, config.model_copy(update={"steps": config.horizon}), arguments)
     if not isinstance(job, Job):
         _, name = _split_reference(reference, "job")
         raise ConfigError(f"job {reference!r}: {name}() returned {type(job).__name__}, not a chameleon_ft.Job")
-    return replace(job, precision=Precision(config.precision, config.fp32_modules))
+    return replace(job, precision=Precision(config.precision, config.fp32_modules), arguments=arguments)
 
 
-def call_function(reference: str, config: RunConfig, *, kind: str = "job") -> Any:
+def arguments_of_job(reference: str, config: RunConfig) -> tuple[JobArgument, ...]:
+    """Return the arguments of a job's function that a configuration may set. Raises as `load_job`."""
+    return tuple(settable_arguments(_import_function(reference, config, kind="job")).values())
+
+
+def call_function(reference: str, config: RunConfig, *, kind: str) -> Any:
     """Import the function that `reference` names, call it, and return its result.
 
     As `load_job`, but for any kind of function. Raises ConfigError if there is none.
     """
+    return _call(_import_function(reference, config, kind=kind), config, {})
+
+
+def _call(function: Callable[..., Any], config: RunConfig, arguments: Mapping[str, ArgumentValue]) -> Any:
+    with seeded(random_key(config.seed, Purpose.JOB)):
+        return function(*((config,) if _needs_an_argument(function) else ()), **arguments)
+
+
+def _import_function(reference: str, config: RunConfig, *, kind: str) -> Callable[..., Any]:
     check_job_reference(reference, kind)
     location, name = _split_reference(reference, kind)
-    key = random_key(config.seed, Purpose.JOB)
-    with seeded(key):
+    with seeded(random_key(config.seed, Purpose.JOB)):
         module = _import_file(Path(location)) if _is_file(location) else importlib.import_module(location)
     function = getattr(module, name, None)
     if function is None:
         raise ConfigError(f"{kind} {reference!r}: {location} has no function {name!r}; name one as {location}:FUNCTION")
     if not callable(function):
         raise ConfigError(f"{kind} {reference!r}: {name!r} is not a function; name one that returns a {kind}")
-    with seeded(key):
-        return function(*((config,) if _needs_an_argument(function) else ()))
+    return function  # type: ignore[no-any-return]
 
 
 def _described(dtype: torch.dtype, shape: Sequence[int]) -> str:

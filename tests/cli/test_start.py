@@ -143,6 +143,22 @@ def test_a_model_of_the_users_own(chameleon: CommandLine, own_model: Path) -> No
     assert not isinstance(config, TrainConfig)
 
 
+def test_arguments_of_a_job_are_flags(chameleon: CommandLine, own_model: Path) -> None:
+    message(chameleon.refused("run", "mine.py", "--job.lr", "--steps", "7"))
+    own_model.with_suffix(".toml").write_text('[job_arguments]\nlr = 0.1\nnorm = "rms"\n')
+    flags = ("--job.lr", "3e-4", "--job.hidden-size=8")
+    config = chameleon.configured("run", "mine.py", *flags, "--steps", "7", "--output-dir", "run")
+    assert config.job_arguments == {"lr": "3e-4", "norm": "rms", "hidden_size": "8"}
+    assert config.steps == 7
+
+
+def test_the_help_of_a_job_lists_its_arguments(chameleon: CommandLine, own_model: Path) -> None:
+    own_model.write_text(own_model.read_text().replace("def job():", "def job(lr: float = 0.1, *, depth: int):"))
+    assert chameleon("run", "mine.py", "--help") == 0
+    listed = chameleon.capture.readouterr().out
+    message(listed[: listed.index("usage:")])
+
+
 def test_the_file_beside_a_script_configures_it(chameleon: CommandLine, own_model: Path, config_file: Path) -> None:
     own_model.with_suffix(".toml").write_text("steps = 33\n")
     assert chameleon.configured("run", "mine.py:job", "--output-dir", "one").steps == 33

@@ -111,6 +111,8 @@ def test_a_session_is_configured_by_a_file_values_or_a_config_and_by_changes(job
         "steps": 20,
         "seed": 6,
     }
+    of_job = {"job.lr": 0.1, "job.norm": None}
+    assert requested(job, other, **of_job).config().job_arguments == {"lr": 0.1, "norm": "none"}
     found = requested(None, TrainConfig(steps=70), **{"model.dim": 64}).config()
     assert isinstance(found, TrainConfig)
     assert (found.steps, found.model.dim) == (70, 64)

@@ -52,6 +52,7 @@ _Own = TypeVar("_Own", bound="DataclassInstance")
 
 # Starts set these, and no user does.
 _SET_BY_STARTS = ("forked", "run_id")
+_OF_JOB_FLAG: Final = "--job."
 _FAILURE_PARTS = ("step", "worker", "phase", "kind")
 _FAILURE_FORM = "STEP:WORKER[:PHASE[:KIND]]"
 _NO_FAILURES = "none"
@@ -241,12 +242,36 @@ def parse_start(
     `own_job`: whether the command trains a job of the user. Its configuration may have the sections of the Llama; the
     help shows only those that every job has.
     """
+    arguments, of_job = take_job_arguments(arguments)
     refuse_foreign_flags(arguments, own_job=own_job)
     model: type[RunConfig] = TrainConfig
     without: tuple[str, ...] = ("job",) if own_job else ()
     if own_job and {"-h", "--help"} & set(arguments):
         model, without = RunConfig, ("job", "emulation")
-    return parse_with_flags(own, model, arguments, command=command, positional=positional, without=without)
+    given, flags = parse_with_flags(own, model, arguments, command=command, positional=positional, without=without)
+    return given, {**flags, "job_arguments": of_job} if of_job else flags
+
+
+def take_job_arguments(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Take each `--job.NAME VALUE` out of the arguments.
+
+    Returns:
+        The other arguments, and the values by name, as texts: only the function of the job tells their types.
+
+    Raises:
+        ConfigError: a value is missing.
+    """
+    rest, of_job = list[str](), dict[str, str]()
+    remaining = iter(arguments)
+    for argument in remaining:
+        if not argument.startswith(_OF_JOB_FLAG):
+            rest.append(argument)
+            continue
+        flag, equals, value = argument.partition("=")
+        if not equals and (value := next(remaining, "--")).startswith("--"):
+            raise ConfigError(f"{flag}: give the value of this argument of the job, as in {flag} VALUE")
+        of_job[flag.removeprefix(_OF_JOB_FLAG).replace("-", "_")] = value
+    return rest, of_job
 
 
 def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -256,7 +281,11 @@ def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _flags(model: type[BaseModel], without: Collection[str] = ()) -> list[tuple[str, Any, Any]]:
     """Return (name, annotation, default) of each field, as `dataclasses.make_dataclass` takes them."""
-    return [_flag(name, info) for name, info in model.model_fields.items() if name not in (*without, *_SET_BY_STARTS)]
+    return [
+        _flag(name, info)
+        for name, info in model.model_fields.items()
+        if name not in (*without, *_SET_BY_STARTS, "job_arguments")
+    ]
 
 
 def _flag(name: str, info: FieldInfo) -> tuple[str, Any, Any]:
@@ -320,7 +349,10 @@ _OF_LLAMA: Final = {
     "grad-clip clip-grad max-grad-norm gradient-clip-val": "take --optimizer.clip-norm",
     "seq-length max-seq-len sequence-length block-size": "take --model.seq-len",
 }
-_OF_JOB: Final = "it is set in the job: by `optimizer`, `learning_rate`, `clip_norm` or `dataset` of chameleon_ft.Job"
+_OF_JOB: Final = (
+    "it is set in the job: by `optimizer`, `learning_rate`, `clip_norm` or `dataset` of chameleon_ft.Job; an argument "
+    "of its function is a flag, such as --job.lr"
+)
 
 
 def refuse_foreign_flags(arguments: Iterable[str], *, own_job: bool) -> None:

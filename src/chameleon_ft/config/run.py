@@ -99,6 +99,9 @@ class RunConfig(Section):
         default=None,
         description="Plan to start with, as `chameleon plan --json` prints it, instead of parallel.dp equal pipelines.",
     )
+    job_arguments: dict[str, bool | int | float | str] = Field(
+        default={}, description="Arguments of the job's function by name, which are flags, too: `--job.NAME VALUE`."
+    )
     parallel: Parallel = Parallel()
     batch: Batch = Batch()
     checkpoint: Checkpoint = Checkpoint()

@@ -49,7 +49,7 @@ class RunStart:
 
     @classmethod
     def of(cls, config: RunConfig, *, run: RunDirectory, job: JobInfo, resume: bool) -> Self:
-        """Check the configuration against the job, and write it if the run resumes.
+        """Check the configuration against the job, and write it if the run resumes, or arguments got their types.
 
         Raises:
             CheckpointError: the newest sound checkpoint is of another model; or it is of other data or layers, and this
@@ -57,9 +57,9 @@ class RunStart:
             ConfigError: the plan to start with is of another model.
             ProfileError: the profile is not of this job on this device.
         """
-        changes: tuple[str, ...] = ()
-        if resume:
-            changes = _accepted_changes(run, job, config)
+        changes = _accepted_changes(run, job, config) if resume else ()
+        if resume or job.arguments:
+            config = config.model_copy(update={"job_arguments": dict(job.arguments)})
             run.write_config(config)
             config = run.own(config)
         profile, plan = _profile(config, job), _plan(config, job)

@@ -82,6 +82,7 @@ def _settings(job: Job, config: RunConfig) -> dict[str, Fact]:
     optimizer = ModelOptimizer(job)
     groups = [optimizer.group_of(place) for place in optimizer.parameters]
     found: dict[str, Fact] = {"clip_norm": job.clip_norm, "precision": job.precision.name}
+    found |= {f"argument {name}": value for name, value in job.arguments.items()}
     found["optimizer"] = type(optimizer.torch).__qualname__
     found["state of the optimizer"] = ", ".join(sorted(names_of_state(job)))
     found["number of the optimizer's groups"] = len(optimizer.torch.param_groups)

@@ -53,6 +53,7 @@ class JobInfo:
     built_in_full: tuple[int, ...] = ()  # layers that are initialised even if a state is loaded into them
     device: str = ""  # name of the device, as it reports it; empty if this host has no such device
     record: JobRecord = field(default_factory=JobRecord)  # kept with checkpoints
+    arguments: Mapping[str, bool | int | float | str] = FrozenMap({})  # those of `job_arguments`, by their types
     versions: Mapping[str, str] = FrozenMap({})  # package -> version, of those that influence durations
 
     @property

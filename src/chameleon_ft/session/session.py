@@ -19,6 +19,7 @@ from chameleon_ft.config import FailureKind, FailurePhase, RunConfig
 from chameleon_ft.errors import CheckpointError, ConfigError, RunFailedError
 from chameleon_ft.events.base import Event
 from chameleon_ft.events.records import RunStatus, StepRecord
+from chameleon_ft.job_arguments import as_setting
 from chameleon_ft.report.follower import RunWatcher
 from chameleon_ft.report.view import RunReport
 from chameleon_ft.session.configuration import AUTO, RunRequest
@@ -66,7 +67,7 @@ class Session:
         tls: Directory of the certificates for "HOST:PORT".
         verbose: Print what the command line prints.
         changes: Values over those of the configuration, such as ``steps=100``, ``parallel={"dp": 4}`` or
-            ``**{"parallel.dp": 4}``.
+            ``**{"parallel.dp": 4}``; ``**{"job.lr": 3e-4}`` is an argument of the job's function.
 
     Raises:
         ChameleonError: The message says what to change. ConfigError already before the block if the configuration is
@@ -319,6 +320,9 @@ def _request(
     sections: dict[str, Any] = {}
     for key, value in changes.items():
         section, dot, name = key.partition(".")
+        if dot and section == "job":
+            # A configuration has no None.
+            section, value = "job_arguments", as_setting(value)
         sections[section] = {**sections.get(section, {}), name: value} if dot else value
     if job is None:
         return RunRequest(file=file, values=values, changes=sections, resume=resume, fork=fork)

@@ -15,6 +15,7 @@ from chameleon_ft.errors import ChameleonError, ConfigError
 from chameleon_ft.events.evidence import place_of
 from chameleon_ft.host.fork_server import Terminated
 from chameleon_ft.job import Job, load_job
+from chameleon_ft.job_arguments import as_setting
 from chameleon_ft.job_record import Fact
 from chameleon_ft.models.build import gradient_bytes, layers_built_in_full, param_bytes, tied_bytes
 from chameleon_ft.models.checks import (
@@ -135,6 +136,7 @@ def _inspect_job(config: RunConfig) -> JobInfo:
         built_in_full=layers_built_in_full(job, config.seed),
         device=device,
         record=record_of(job, config, samples=samples.facts, outputs=outputs, device=run_on),
+        arguments=FrozenMap({name: as_setting(job.arguments[name]) for name in config.job_arguments}),
         versions=FrozenMap({"python": platform.python_version(), "torch": str(torch.__version__)}),
     )
 

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from chameleon_ft.cli.arguments import Page, StartArguments, page_beside, parse_start, with_page_address
+from chameleon_ft.config import RunConfig
 from chameleon_ft.errors import ConfigError
+from chameleon_ft.job import arguments_of_job
 from chameleon_ft.session.configuration import AUTO, RunRequest
 from chameleon_ft.session.start import prepare_run
 
@@ -25,7 +27,8 @@ class RunArguments(StartArguments, _JobArgument):
     JOB is a Python file or a module with a function `job()` that returns a chameleon_ft.Job; write JOB:FUNCTION if
     the function has another name. Every field that is set by hand is a flag. A flag overrides CONFIG, which defaults
     to the TOML file of the same name beside the Python file, if there is one. Fields that neither sets have the
-    defaults shown here. With --resume, JOB may be left out, because the run has recorded it.
+    defaults shown here. Arguments of the function that have defaults are flags, too: --job.NAME VALUE; `chameleon run
+    JOB --help` lists them. With --resume, JOB may be left out, because the run has recorded it.
     """
 
     page: Page = None
@@ -33,6 +36,8 @@ class RunArguments(StartArguments, _JobArgument):
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit code."""
+    if arguments and {"-h", "--help"} & set(arguments[1:]) and not arguments[0].startswith("-"):
+        _print_arguments(arguments[0])
     given, flags = parse_start(
         RunArguments, with_page_address(arguments), command="run", positional=("script", "config"), own_job=True
     )
@@ -49,3 +54,17 @@ def main(arguments: Sequence[str]) -> int:
 
         with shown(prepared.directory):
             return prepared.start(train)
+
+
+def _print_arguments(job: str) -> None:
+    """Print the arguments of a job's function that are flags. Raises ConfigError if it cannot be loaded."""
+    # Loads torch, as does the job itself.
+    from chameleon_ft.worker.inspection import users_errors
+
+    config = RunConfig(job=job)
+    with users_errors(config):
+        found = [each for each in arguments_of_job(job, config) if each.choices]
+    print(f"arguments of {job}:" if found else f"{job} has no arguments that are flags")
+    for each in found:
+        print(f"  --job.{each.name.replace('_', '-')}: {each.description}")
+    print()
