@@ -6,13 +6,17 @@ import importlib.util
 import re
 import tomllib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+import torch
 
 from chameleon_ft.cli.main import COMMANDS, main
 from chameleon_ft.config import BACKENDS, DEVICES, config_type, parse_fields
+from chameleon_ft.models.checks import SampleReads, boundary_specs, check_loss
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -127,6 +131,25 @@ def commands_shown(page: Path) -> Iterator[tuple[str, set[str]]]:
         name, _, arguments = line.partition(" ")
         if name in COMMANDS or "--" in arguments:
             yield name, set(re.findall(r"(?<!\S)--[\w.-]+", arguments))
+
+
+def test_the_code_on_the_page_on_data_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("".join(f"line {number}\n" for number in range(200)))
+    Path("rows.json").write_text("".join(f'{{"text": "row {number}"}}\n' for number in range(200)))
+    names: dict[str, Any] = {}
+    for block in blocks(ROOT / "docs" / "data.md", "python"):
+        packages = set(re.findall(r"^(?:from|import) (\w+)", block, re.MULTILINE))
+        if all(importlib.util.find_spec(package) for package in packages):
+            exec(block, names)
+    streams = [names["Lines"]("text.txt"), *([names["Rows"]("rows.json")] if "Rows" in names else [])]
+    for stream in streams:
+        job = replace(names["job"](), dataset=stream)
+        reads = SampleReads(job, seed=0)
+        boundary = boundary_specs(job, 2)[-1]
+        assert boundary.shape == (2, 64, 256)
+        check_loss(job, boundary, 2, device=torch.device("cpu"))
+        reads.check()
 
 
 def test_the_diff_in_the_readme_is_that_of_the_examples() -> None:

@@ -11,7 +11,7 @@ import importlib.util
 import inspect
 import math
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from hashlib import blake2b
@@ -40,8 +40,10 @@ __all__ = [
     "Dataset",
     "Job",
     "Precision",
+    "Stream",
     "call_function",
     "check_job_reference",
+    "is_stream",
     "load_job",
     "random_key",
 ]
@@ -56,6 +58,30 @@ class Dataset(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> TensorPair: ...
+
+
+class Stream(Protocol):
+    """A dataset that is read from its beginning on: iterating it gives one epoch of (input, target).
+
+    It, or its iterator, has ``state_dict()`` and ``load_state_dict(state)``, or ``get_state()`` and
+    ``set_state(state)``, so that reading can continue at a position. Without them, all before it is read again.
+    """
+
+    def __iter__(self) -> Iterator[TensorPair]: ...
+
+
+def is_stream(dataset: object) -> bool:
+    """Return whether a dataset is read as a `Stream`, and not by the numbers of its samples.
+
+    That is what can be iterated and is not map-style, or has a state although it is.
+    """
+    bases = {f"{each.__module__}.{each.__name__}" for each in type(dataset).__mro__}
+    # Torch's base class has a `__getitem__` that only raises an error.
+    has_numbers = hasattr(dataset, "__getitem__") and not any(
+        base.startswith("torch.") and base.endswith(".IterableDataset") for base in bases
+    )
+    is_map_style = has_numbers and hasattr(dataset, "__len__")
+    return hasattr(dataset, "__iter__") and (not is_map_style or hasattr(dataset, "state_dict"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +158,8 @@ class Job:
             0 or more. Their sum over the global batch divides the gradients, so that the loss trained on is the mean
             over all terms. A micro-batch without terms contributes nothing, and its loss is not computed. A step
             without terms is skipped. Default: one for each sample.
-        dataset: sample number -> (input, target), each a tensor of the same shape for every sample.
+        dataset: sample number -> (input, target), each a tensor of the same shape for every sample; or a `Stream` of
+            such pairs, which one worker reads for all.
         optimizer: all parameters of the model, in the order of its layers -> optimizer. They are whole, with the
             attributes that a layer's factory sets, but without values: of each group a worker updates those that it
             holds. The state and the update of a parameter may depend on that parameter alone. Numbers that are counted
@@ -162,7 +189,7 @@ class Job:
     layers: Sequence[LayerFactory]
     loss: Loss
     loss_terms: Callable[[torch.Tensor], SupportsFloat] = len
-    dataset: Dataset
+    dataset: Dataset | Any
     optimizer: OptimizerFactory
     elementwise: bool | None = None
     learning_rate: Callable[[int], float] | None = None
@@ -192,10 +219,7 @@ class Job:
         for name in ("learning_rate", "boundaries"):
             if getattr(self, name) is not None:
                 _require_callable(name, getattr(self, name))
-        if not (hasattr(self.dataset, "__len__") and hasattr(self.dataset, "__getitem__")):
-            raise ConfigError("`dataset` must be map-style: give it __len__ and __getitem__(i) -> (input, target)")
-        if len(self.dataset) < 1:
-            raise ConfigError("`dataset` is empty: training needs at least one sample")
+        _check_dataset(self.dataset)
         if self.clip_norm is not None and not _is_positive(self.clip_norm):
             raise ConfigError(f"`clip_norm` is {self.clip_norm}: it must be positive, or None for no clipping")
         if self.layer_costs is not None:
@@ -307,6 +331,28 @@ def _import_function(reference: str, config: RunConfig, *, kind: str) -> Callabl
     if not callable(function):
         raise ConfigError(f"{kind} {reference!r}: {name!r} is not a function; name one that returns a {kind}")
     return function  # type: ignore[no-any-return]
+
+
+def _check_dataset(dataset: Any) -> None:
+    if is_stream(dataset):
+        if getattr(dataset, "batch_size", None) is not None and hasattr(dataset, "collate_fn"):
+            raise ConfigError(
+                f"`dataset` is a loader of batches of {dataset.batch_size}, but a micro-batch is stacked from samples; "
+                "give the loader batch_size=None, and set the sizes in [batch]"
+            )
+        if hasattr(dataset, "__next__") and not hasattr(dataset, "state_dict") and not hasattr(dataset, "get_state"):
+            raise ConfigError(
+                f"`dataset` is {type(dataset).__name__}, which can be read only once: no other worker could read on "
+                "after a failure; give an object whose __iter__ begins again, with state_dict() and load_state_dict()"
+            )
+        return
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise ConfigError(
+            "`dataset` must be map-style, with __len__ and __getitem__(i) -> (input, target), or a stream, with "
+            "__iter__, state_dict() and load_state_dict()"
+        )
+    if len(dataset) < 1:
+        raise ConfigError("`dataset` is empty: training needs at least one sample")
 
 
 def _described(dtype: torch.dtype, shape: Sequence[int]) -> str:

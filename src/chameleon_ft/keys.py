@@ -39,6 +39,7 @@ class Purpose(IntEnum):
     SHUFFLE = 3
     JOB = 4
     SAMPLE = 5
+    EPOCH = 6
 
 
 def random_key(seed: int, *parts: int) -> int:

@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.utils._pytree import tree_map
 
 from chameleon_ft.config import DEVICES, RunConfig
-from chameleon_ft.data import SampleOrder
-from chameleon_ft.data.samples import load_micro_batch
+from chameleon_ft.data.samples import SamplesInOrder
+from chameleon_ft.data.streams import POSITION_KEY
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.events.kinds import JobChanged
 from chameleon_ft.events.records import Started, StepRecord
@@ -381,10 +381,13 @@ class _PlainLoop:
         self._updated = [self._masters.get(each, each) for each in self._parameters]
         self._optimizer = job.optimizer(self._updated)
         self._own_rates = [group.get("initial_lr", group.get("lr", 1.0)) for group in self._optimizer.param_groups]
-        self._order = SampleOrder(len(job.dataset), config.seed)
+        self._samples = SamplesInOrder(job.dataset, config.seed)
 
     def load(self, checkpoints: Storage, step: int) -> None:
         """Take over the state of all layers from a checkpoint. Raises ConfigError if it cannot be read."""
+        position = _read(checkpoints, layer_part(step, 0)).get(POSITION_KEY)
+        if position is not None:
+            self._samples.begin(self._config.first_sample(step), position.numpy().tobytes())
         options = self._optimizer.defaults
         on_host = None if options.get("fused") or options.get("capturable") else "step"  # as torch has the counter
         for number, layer in enumerate(self._layers):
@@ -416,7 +419,7 @@ class _PlainLoop:
         loss_sum, terms = 0.0, 0.0
         for micro_batch in range(batch.micro_batches):
             start = self._config.first_sample(step) + micro_batch * batch.micro_batch_size
-            inputs, targets = load_micro_batch(self._job.dataset, self._order, start, batch.micro_batch_size)
+            inputs, targets = self._samples.micro_batch(start, batch.micro_batch_size)
             if not (own_terms := float(self._job.loss_terms(targets))):
                 continue
             output = self._forward(inputs, step, micro_batch)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from mmap import mmap
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,9 @@ import numpy as np
 import torch
 
 from chameleon_ft.data.order import SampleOrder, read_sample
+from chameleon_ft.data.streams import START, StreamReader
 from chameleon_ft.errors import DataError
+from chameleon_ft.job import is_stream
 
 if TYPE_CHECKING:
     from chameleon_ft.data.corpus import Tokens
@@ -34,7 +36,56 @@ def load_micro_batch(
     for position, index in enumerate(order.ids_at(first, count), first):
         with reading(index):
             samples.append(read_sample(dataset, index, seed=order.seed, epoch=position // order.num_samples))
+    return stacked(samples)
+
+
+def stacked(samples: Sequence[TensorPair]) -> TensorPair:
+    """Return samples as (inputs, targets), stacked in a new dimension 0."""
     return torch.stack([sample[0] for sample in samples]), torch.stack([sample[1] for sample in samples])
+
+
+class SamplesInOrder:
+    """The samples of a job in the order of training, read by one process.
+
+    Those of a stream are read from its beginning, or from a position; to go back is to begin there again.
+    """
+
+    def __init__(self, dataset: Dataset | Any, seed: int) -> None:
+        self._dataset: Any = dataset
+        self._order = None if is_stream(dataset) else SampleOrder(len(dataset), seed)
+        self._seed = seed
+        self._reader: StreamReader | None = None
+        self._base = (0, START)
+        self._next = 0
+
+    def begin(self, first: int, position: bytes) -> None:
+        """Note that the sample number `first` of the run is the one at this position of the stream."""
+        self._base, self._reader = (first, position), None
+
+    def position(self) -> bytes:
+        """Return the position of a stream after the last sample that was read."""
+        return self._base[1] if self._reader is None else self._reader.position()
+
+    def read(self, first: int, count: int) -> list[Any]:
+        """Return so many samples from number `first` of the run on."""
+        if self._order is not None:
+            return [
+                read_sample(self._dataset, index, seed=self._seed, epoch=position // self._order.num_samples)
+                for position, index in enumerate(self._order.ids_at(first, count), first)
+            ]
+        if self._reader is None or first < self._next:
+            self._next, position = self._base
+            if self._reader is None:
+                self._reader = StreamReader(self._dataset, self._seed, position)
+            else:
+                self._reader.seek(position)
+        self._reader.read(first - self._next)
+        self._next = first + count
+        return self._reader.read(count)
+
+    def micro_batch(self, first: int, count: int) -> TensorPair:
+        """Return so many samples, stacked."""
+        return stacked(self.read(first, count))
 
 
 class TokenWindows:

@@ -10,7 +10,7 @@ import math
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from threading import Timer
@@ -19,10 +19,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from chameleon_ft.data.order import SampleOrder, read_sample
-from chameleon_ft.data.samples import load_micro_batch
+from chameleon_ft.data.order import SampleOrder
+from chameleon_ft.data.samples import SamplesInOrder
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.job import BoundarySpec, Job
+from chameleon_ft.job import BoundarySpec, Job, is_stream
 from chameleon_ft.job_record import Fact, JobRecord
 from chameleon_ft.keys import generator_lock
 from chameleon_ft.models.build import (
@@ -93,21 +93,20 @@ def boundary_specs(
 
 
 def _first_inputs(job: Job, micro_batch_size: int, seed: int) -> torch.Tensor:
-    order = SampleOrder(len(job.dataset), seed)
+    samples = SamplesInOrder(job.dataset, seed)
     # A user's dataset may hold anything.
-    sample: Any = read_sample(job.dataset, order.ids(0, 1)[0], seed=seed)
-    match sample:
+    match samples.read(0, 1)[0]:
         case (torch.Tensor(), torch.Tensor()):
             pass
         case _:
-            message = "the dataset's samples must be pairs of tensors: let __getitem__(i) return (input, target)"
-            raise ConfigError(message)
+            how = "the iterator give" if is_stream(job.dataset) else "__getitem__(i) return"
+            raise ConfigError(f"the dataset's samples must be pairs of tensors: let {how} (input, target)")
     try:
-        inputs, _ = load_micro_batch(job.dataset, order, 0, micro_batch_size)
+        inputs, _ = samples.micro_batch(0, micro_batch_size)
     except RuntimeError as error:
         raise ConfigError(
-            f"the dataset's samples cannot be stacked to a micro-batch ({error}); let __getitem__(i) return tensors of "
-            "one shape for all i, for example by padding"
+            f"the dataset's samples cannot be stacked to a micro-batch ({error}); let all samples have tensors of one "
+            "shape, for example by padding"
         ) from error
     return inputs
 
@@ -334,15 +333,21 @@ class SampleReads:
     """
 
     def __init__(self, job: Job, seed: int, *, most: int = _RECORDED_SAMPLES) -> None:
-        self._job, self._seed = job, seed
+        self._samples = SamplesInOrder(job.dataset, seed)
+        # By number in the order of training.
         self._contents: dict[int, list[bytes]] = {}
-        size, begun_s = len(job.dataset), time.monotonic()
-        self.facts: dict[str, Fact] = {"number of samples": size}
-        for number, index in enumerate(SampleOrder(size, seed).ids(0, min(most, size))):
+        self._is_stream, begun_s = is_stream(job.dataset), time.monotonic()
+        self.facts: dict[str, Fact] = {}
+        self._ids: Sequence[int] = range(most)
+        if not self._is_stream:
+            size = len(job.dataset)
+            self.facts["number of samples"] = size
+            self._ids = SampleOrder(size, seed).ids(0, min(most, size))
+        for number, index in enumerate(self._ids):
             if number >= _READ_SAMPLES and time.monotonic() - begun_s > _READING_S:
                 break
-            tensors = self._tensors(index)
-            self._contents[index] = _contents(tensors)
+            tensors = self._tensors(number)
+            self._contents[number] = _contents(tensors)
             names = (f"input of sample {index}", f"target of sample {index}")
             self.facts |= dict(zip(names, map(sketch, tensors), strict=False))
 
@@ -356,23 +361,32 @@ class SampleReads:
             )
 
     def check(self) -> None:
-        """Read each sample again. Raises ConfigError if one differs."""
-        for index, before in self._contents.items():
-            if _contents(self._tensors(index)) != before:
+        """Read each sample again, those of a stream also from a position. Raises ConfigError if one differs."""
+        for number, before in self._contents.items():
+            if self._is_stream and number and number == len(self._contents) // 2:
+                self._samples.begin(number, self._samples.position())
+            if _contents(self._tensors(number)) != before:
+                if self._is_stream and number >= len(self._contents) // 2:
+                    raise ConfigError(
+                        f"`dataset` reads sample {number} differently after load_state_dict() than it did before, so a "
+                        "run could not read on after a failure; let its state be all that later samples depend on: "
+                        "leave out a buffer from which it shuffles if that is not in the state, and let processes of a "
+                        "loader draw random numbers only from a generator that is seeded by the sample"
+                    )
                 raise ConfigError(
-                    f"`dataset` reads sample {index} differently each time, but workers read it separately, for the "
-                    "inputs and for the targets, and again after a failure; draw with Python's `random`, "
-                    "`numpy.random` or torch's functions, whose global generators are seeded for each read of a "
-                    "sample, instead of a generator of its own, the clock or a count of reads"
+                    f"`dataset` reads sample {self._ids[number]} differently each time, but workers read it "
+                    "separately, for the inputs and for the targets, and again after a failure; draw with Python's "
+                    "`random`, `numpy.random` or torch's functions, whose global generators are seeded for each read "
+                    "of a sample, instead of a generator of its own, the clock or a count of reads"
                 )
 
-    def _tensors(self, index: int) -> list[Tensor]:
-        text = f"reading sample {index}, before the run, has taken {_TOLD_S:.0f} s so far"
+    def _tensors(self, number: int) -> list[Tensor]:
+        text = f"reading sample {self._ids[number]}, before the run, has taken {_TOLD_S:.0f} s so far"
         notice = Timer(_TOLD_S, lambda: print(text, file=sys.stderr, flush=True))
         notice.daemon = True
         notice.start()
         try:
-            sample: Any = read_sample(self._job.dataset, index, seed=self._seed)
+            sample = self._samples.read(number, 1)[0]
         finally:
             notice.cancel()
         # Others than pairs of tensors are refused elsewhere.
@@ -421,7 +435,7 @@ def check_loss(
         ConfigError: `loss` or `loss_terms` cannot be called, or returns something else than it should; or `loss` has
             parameters of its own, or changes what it keeps.
     """
-    _, targets = load_micro_batch(job.dataset, SampleOrder(len(job.dataset), seed), 0, micro_batch_size)
+    _, targets = SamplesInOrder(job.dataset, seed).micro_batch(0, micro_batch_size)
     targets = targets.to(device)
     before = digest((job.loss, job.loss_terms))
     with generator_lock, torch.random.fork_rng(devices=[]):

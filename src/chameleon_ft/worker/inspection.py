@@ -14,7 +14,7 @@ from chameleon_ft.config import RunConfig, TrainConfig
 from chameleon_ft.errors import ChameleonError, ConfigError
 from chameleon_ft.events.evidence import place_of
 from chameleon_ft.host.fork_server import Terminated
-from chameleon_ft.job import Job, load_job
+from chameleon_ft.job import Job, is_stream, load_job
 from chameleon_ft.job_arguments import as_setting
 from chameleon_ft.job_record import Fact
 from chameleon_ft.models.build import gradient_bytes, layers_built_in_full, param_bytes, tied_bytes
@@ -90,6 +90,11 @@ def _inspect_job(config: RunConfig) -> JobInfo:
         raise ConfigError(
             f"parallel.pp = {config.parallel.pp}: asks for more stages than the job has layers, {job.num_layers}"
         )
+    if is_stream(job.dataset) and not config.receives_block:
+        raise ConfigError(
+            f"job {config.job}: `dataset` is a stream, and its samples are sent only over gloo so far; set "
+            'backend = "gloo", or give a map-style dataset'
+        )
     undivided = _undivided(job, config)
     samples = SampleReads(job, config.seed)
     # A coordinator's host may lack the device of the workers.
@@ -119,9 +124,10 @@ def _inspect_job(config: RunConfig) -> JobInfo:
         raise ConfigError(f"job {config.job}: has nothing to train; no parameter of its layers requires a gradient")
     name = "Llama" if isinstance(config, TrainConfig) else config.job.rpartition("/")[2]
     num_bytes = sum(sizes) - sum((len(layers) - 1) * size for layers, size in tied.items())
+    data = "samples of a stream" if is_stream(job.dataset) else f"{len(job.dataset):,} samples"
     return JobInfo(
         model=f"{name}, {job.num_layers} layers, {data_size(num_bytes)} of parameters",
-        data=f"{len(job.dataset):,} samples, {config.batch.samples} a step",
+        data=f"{data}, {config.batch.samples} a step",
         relative_costs=job.relative_costs,
         boundaries=tuple(
             BoundaryMessage(shape=spec.shape, dtype=str(spec.dtype).removeprefix("torch.")) for spec in boundaries
@@ -142,8 +148,11 @@ def _inspect_job(config: RunConfig) -> JobInfo:
 
 
 def load_examined(config: RunConfig, facts: Mapping[str, Fact]) -> Job:
-    """Load the job. Raises ConfigError if it has other samples than `facts` say of some."""
+    """Load the job. Raises ConfigError if it has other samples than `facts` say of some, unless it reads a stream."""
     job = load_job(config.job, config)
+    if is_stream(job.dataset):
+        # One worker reads it, from a position.
+        return job
     SampleReads(job, config.seed, most=1).require(facts)
     return job
 

@@ -63,6 +63,7 @@ class StepLoop:
     recorder: StepRecorder
     writer: CheckpointWriter
     first_committed: Callable[[], None]
+    position_after: Callable[[int], bytes] | None = None
 
     def run(self) -> Outcome:
         """Train until the run ends, the vote of a step switches to another generation, or this one is over.
@@ -256,6 +257,7 @@ class StepLoop:
             migration=self.migration,
             snapshots=self.snapshots,
             check=self.check,
+            position_after=self.position_after,
         )
 
     def _commit(self, computed: ComputedStep, *, start_s: float) -> Vote:

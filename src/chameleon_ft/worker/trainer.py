@@ -10,6 +10,7 @@ from functools import partial
 
 from chameleon_ft.config import RunConfig
 from chameleon_ft.errors import CheckpointError, ControlError, DamagedCheckpointError
+from chameleon_ft.job import is_stream
 from chameleon_ft.protocol.messages import (
     Begin,
     CheckpointUnreadable,
@@ -43,6 +44,7 @@ from chameleon_ft.worker.rank_state import RankState
 from chameleon_ft.worker.snapshots import SnapshotTaker
 from chameleon_ft.worker.state_transfer.migration import LayerMigration, RequestWindow
 from chameleon_ft.worker.step_loop import Outcome, StepLoop
+from chameleon_ft.worker.streams import ReadAhead, StreamFeed
 
 _POLL_S = 0.005
 
@@ -63,10 +65,14 @@ class Trainer:
         self._config = config
         self._client = client
         self._new_communicators = new_communicators
-        reads = DatasetReads(
-            rank.job, config.batch, seed=config.seed, first_sample=config.first_sample, reading=self._reading
-        )
-        self._micro_batches = MicroBatches(reads, rank.device)
+        self._stream: ReadAhead | None = None
+        if is_stream(rank.job.dataset):
+            self._stream = ReadAhead(rank.job.dataset, config.batch, seed=config.seed)
+        else:
+            reads = DatasetReads(
+                rank.job, config.batch, seed=config.seed, first_sample=config.first_sample, reading=self._reading
+            )
+            self._micro_batches = MicroBatches(reads, rank.device)
         self._state = RankState(rank, config, run, client)
         client.snapshot_resolved = self._state.snapshots.resolve
         self._has_quiesced = False
@@ -307,11 +313,15 @@ class Trainer:
                 await_parameters=committer.wait_for_exchange,
                 taken=partial(self._report_snapshot, generation.number),
             )
+        feed = None
+        if self._stream is not None:
+            feed = StreamFeed(self._rank, order, mover, config=self._config, ahead=self._stream)
+            feed.begin(held.position)
         self._preparations.training(generation.number, migration)
         executor = Executor(
             rank=self._rank,
             held=held,
-            micro_batches=self._micro_batches,
+            micro_batches=self._micro_batches if feed is None else MicroBatches(feed, self._rank.device),
             communicators=mover.communicators,
             await_parameters=committer.await_parameters,
         )
@@ -328,6 +338,7 @@ class Trainer:
             recorder=self._recorder,
             writer=self._writer,
             first_committed=self._close_former,
+            position_after=None if feed is None else feed.position_after,
         )
         self._client.send(Started(generation=order.generation))
         outcome = steps.run()

@@ -162,6 +162,8 @@ class Tag(IntEnum):
     PULLED_LAYER = VOTE + 10
     PULLED_SUM = VOTE + 12
     PULLED_PARAMETERS = VOTE + 14
+    STREAM = VOTE + 16
+    """From the reader of a stream: the samples of each step, and the position after it."""
 
 
 def tag_of(result: tuple[bool, int, int], *, num_layers: int) -> int:

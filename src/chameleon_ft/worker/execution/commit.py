@@ -188,6 +188,8 @@ class CommitContext:
     migration: LayerMigration | None = None
     snapshots: SnapshotTaker | None = None
     check: StateCheck | None = None
+    position_after: Callable[[int], bytes] | None = None
+    """Waits until it is known where in the stream of samples a step ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,6 +228,7 @@ class Committer:
         step_s: The seconds of the last step that it has run as a whole; None before the first.
         gather: The exchange after an update, if slices of the optimizer's state have owners.
         missing: Layers of which some parameters may not be those after the last update, because others own them.
+        position: Where in the stream of samples step `committed` ends, once it is `reduced`; None without a stream.
     """
 
     rank: RankContext
@@ -240,6 +243,7 @@ class Committer:
     step_s: float | None = None
     gather: ParameterExchange | None = None
     missing: frozenset[int] = frozenset()
+    position: bytes | None = None
 
     def begin(self) -> StepState:
         """Begin step `committed`: there is nothing of it yet."""
@@ -280,6 +284,8 @@ class Committer:
                     context.migration.settle()
             if context.snapshots is not None:
                 context.snapshots.settle(self.committed)
+        if context.position_after is not None:
+            self.position = context.position_after(self.committed)
         self.reduced = True
         reduced_s = time.perf_counter()
         vote, bounds = self._vote(step, context, wishes())
@@ -372,6 +378,8 @@ class Committer:
 
     def _applied(self, vote: Vote, grad_norm: float, lr: float) -> AppliedStep:
         self.committed += 1
+        if self.position is not None:
+            self.held.position = self.position
         # The vote is complete, so all messages have arrived.
         self.state = None
         self.reduced = False

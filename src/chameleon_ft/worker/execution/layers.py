@@ -10,6 +10,8 @@ holders.
 - Derived parameters: those in bfloat16, rounded from their masters after each update. Where the layer has the master,
   they are no part of the state.
 - Persistent buffers, which a forward may change.
+- Of layer 0, if the data is a stream, the position of the next step in it. So whatever holds that layer after a number
+  of steps, a worker, a checkpoint or a snapshot, knows which samples come next.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from chameleon_ft.job import BoundarySpec, Job
+from chameleon_ft.data.streams import POSITION_KEY, START
+from chameleon_ft.job import BoundarySpec, Job, is_stream
 from chameleon_ft.keys import generator_lock
 from chameleon_ft.models.build import blank_layer, build_layer, seed_forward
 from chameleon_ft.models.optimizer import ModelOptimizer
@@ -35,7 +38,7 @@ from chameleon_ft.worker.execution.optimizer import LayerOptimizer, Range
 LayerState = dict[str, Any]
 """One layer's state by flat key: ``module/NAME`` for updated tensors and persistent buffers, ``optimizer/NAME/KEY``.
 
-``NAME[START:STOP]`` in place of a name is a slice of the elements of a parameter.
+``NAME[START:STOP]`` in place of a name is a slice of the elements of a parameter. `POSITION_KEY` is as described there.
 """
 
 
@@ -141,6 +144,7 @@ class HeldLayers:
     Attributes:
         arriving: Layers that are blank, because their state has not arrived yet. They are not held: no update changes
             them, but they have gradients.
+        position: The position of the next step in the stream that the job reads, which counts if layer 0 is held.
     """
 
     def __init__(
@@ -161,6 +165,7 @@ class HeldLayers:
         self._device = device
         self._layers: dict[int, HeldLayer] = {}
         self.arriving: frozenset[int] = frozenset()
+        self.position = START
         self._optimizer = LayerOptimizer(job, optimizer)
         self._optimizer.owned = owned
         masters = {}
@@ -299,7 +304,7 @@ class HeldLayers:
 
         Slices of optimizer state have owners of their own, and are not part of it.
         """
-        return {**self._layers[layer].state, **self._optimizer.state_of(layer)}
+        return {**self._layers[layer].state, **self._optimizer.state_of(layer), **self._position_of(layer)}
 
     def constant_state_of(self, layer: int) -> LayerState:
         """As `state_of`, but constant until the next update: with copies of the buffers."""
@@ -316,6 +321,7 @@ class HeldLayers:
         parameters = {f"module/{name}" for name, _ in own.module.named_parameters() if name not in own.divided}
         # It may have come from another holder in another order.
         state = sorted(self.state_of(layer).items())
+        parameters.add(POSITION_KEY)
         return {key: value for key, value in state if key in parameters or key.startswith("optimizer/")}
 
     def compared_state_of(self, layer: int) -> LayerState:
@@ -335,10 +341,17 @@ class HeldLayers:
         """Take over the state that `state_of` or `snapshot` gave for this layer, maybe with slices."""
         self._layers[layer].restore(state)
         self._optimizer.restore(layer, state)
+        if (position := state.get(POSITION_KEY)) is not None:
+            self.position = position.cpu().numpy().tobytes()
 
     def restore_slices(self, layer: int, state: Mapping[str, Any]) -> None:
         """Take over what this rank owns of the slices of a layer, of which `state_of_slice` gave the state."""
         self._optimizer.restore(layer, state)
+
+    def _position_of(self, layer: int) -> LayerState:
+        if layer or not is_stream(self._job.dataset):
+            return {}
+        return {POSITION_KEY: torch.frombuffer(bytearray(self.position), dtype=torch.uint8)}
 
     def _blank(self, layer: int) -> HeldLayer:
         is_divided = self._optimizer.owned is not None

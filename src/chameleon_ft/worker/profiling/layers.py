@@ -23,8 +23,7 @@ from torch import Tensor
 
 from chameleon_ft.config import RunConfig
 from chameleon_ft.cost.profile import LayerTimes, Spread
-from chameleon_ft.data.order import SampleOrder
-from chameleon_ft.data.samples import load_micro_batch
+from chameleon_ft.data.samples import SamplesInOrder
 from chameleon_ft.job import Job
 from chameleon_ft.models.checks import boundary_specs
 from chameleon_ft.models.precision import loss_of
@@ -121,7 +120,7 @@ class ModelOnDevice:
         self.boundaries = boundary_specs(job, size, device=device, seed=config.seed)
         self.seed = config.seed
         self.device = device
-        self._order, self._size = SampleOrder(len(job.dataset), config.seed), size
+        self._samples, self._size = SamplesInOrder(job.dataset, config.seed), size
         self.samples = self.read()
 
     @property
@@ -130,7 +129,7 @@ class ModelOnDevice:
 
     def read(self) -> tuple[Tensor, Tensor]:
         """Read the micro-batch, which takes as much memory as reading another one."""
-        inputs, targets = load_micro_batch(self.job.dataset, self._order, 0, self._size)
+        inputs, targets = self._samples.micro_batch(0, self._size)
         return inputs.to(self.device), targets.to(self.device)
 
     def kind(self, layer: int) -> str:
