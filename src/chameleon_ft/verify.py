@@ -34,8 +34,7 @@ from chameleon_ft.job import Job, call_function, load_job
 from chameleon_ft.keys import init_key, step_key
 from chameleon_ft.storage.checkpoints import is_complete, layer_part, read_mark, slice_part, sound_checkpoint
 from chameleon_ft.storage.files import RunDirectory
-from chameleon_ft.storage.run_storage import checkpoint_storage
-from chameleon_ft.storage.stores import Storage
+from chameleon_ft.storage.stores import Storage, checkpoint_storage
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _SLICE = re.compile(r"(?P<name>.*)\[(?P<first>\d+):\d+\]")

@@ -8,8 +8,7 @@ import pytest
 
 from chameleon_ft.storage.checkpoints import layer_part, mark_complete
 from chameleon_ft.storage.files import RunDirectory
-from chameleon_ft.storage.run_storage import RecordCopies
-from chameleon_ft.storage.stores import ObjectStore, storage_of
+from chameleon_ft.storage.stores import ObjectStore, RecordCopies, storage_of
 from tests.cli.conftest import CommandLine
 from tests.golden import message
 

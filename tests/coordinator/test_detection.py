@@ -7,16 +7,7 @@ import asyncio
 import pytest
 
 from chameleon_ft.errors import ControlError
-from chameleon_ft.protocol.messages import (
-    Crashed,
-    Kill,
-    PeerFailed,
-    Probe,
-    ProcessState,
-    Quiesced,
-    Stop,
-    WorkerExited,
-)
+from chameleon_ft.protocol.messages import Crashed, Kill, PeerFailed, Probe, ProcessState, Quiesced, Stop, WorkerExited
 from chameleon_ft.protocol.parts import Member
 from chameleon_ft.storage.files import FaultLog
 from tests.coordinator.stage import THREE_PIPELINES, Puppet, Stage, scene

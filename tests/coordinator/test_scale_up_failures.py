@@ -6,15 +6,7 @@ import asyncio
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
-from chameleon_ft.protocol.messages import (
-    HostHello,
-    PeerFailed,
-    Prepare,
-    Ready,
-    StartGeneration,
-    Stop,
-    WorkerExited,
-)
+from chameleon_ft.protocol.messages import HostHello, PeerFailed, Prepare, Ready, StartGeneration, Stop, WorkerExited
 from chameleon_ft.protocol.parts import Member
 from chameleon_ft.recovery.generation import WorkerOrders
 from tests.coordinator.newcomers import (

@@ -14,9 +14,16 @@ from chameleon_ft.cost.step import estimate_parts
 from chameleon_ft.plan import LayerRange, Placement, data_pipeline_plan
 from chameleon_ft.recovery import STAY, Candidate, DecisionContext, Proposal, decide
 from chameleon_ft.recovery.context import CourseDraft
-from chameleon_ft.recovery.migration import pace_of, with_migrations
+from chameleon_ft.recovery.migration import (
+    Wave,
+    migration_of,
+    pace_of,
+    present_draft,
+    with_migrations,
+    with_shadow_holders,
+    without_shadow_holders,
+)
 from chameleon_ft.recovery.scoring import measure
-from chameleon_ft.recovery.waves import Wave, migration_of, present_draft, with_shadow_holders, without_shadow_holders
 from chameleon_ft.schedule import best_program, check_program
 from chameleon_ft.schedule.best import program_of
 from chameleon_ft.transfer import Message, pull_s, sums_s, transfer_to

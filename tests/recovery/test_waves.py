@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from chameleon_ft.cost.memory import program_memory
 from chameleon_ft.plan import LayerRange, Placement, data_pipeline_plan
 from chameleon_ft.recovery import DecisionContext
-from chameleon_ft.recovery.waves import Wave, present_draft, waves_to, without_shadow_holders
+from chameleon_ft.recovery.migration import Wave, present_draft, waves_to, without_shadow_holders
 from chameleon_ft.schedule import CostModel, check_program
 from chameleon_ft.transfer import Transfer, transfer_to
 from tests.examples import examples

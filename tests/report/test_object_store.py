@@ -31,8 +31,7 @@ from chameleon_ft.storage.checkpoints import (
     sound_checkpoint,
 )
 from chameleon_ft.storage.files import RunDirectory
-from chameleon_ft.storage.run_storage import RecordCopies, has_records
-from chameleon_ft.storage.stores import ObjectStore, storage_of
+from chameleon_ft.storage.stores import ObjectStore, RecordCopies, has_records, storage_of
 from tests.golden import refused
 
 TIMEOUT_S = 30.0

@@ -16,8 +16,7 @@ from chameleon_ft.plan.shards import UNITS
 from chameleon_ft.protocol.messages import CheckpointSaved
 from chameleon_ft.storage.checkpoints import complete_checkpoints, link_checkpoint, mark_complete, sound_checkpoint
 from chameleon_ft.storage.files import RunDirectory
-from chameleon_ft.storage.run_storage import checkpoint_storage
-from chameleon_ft.storage.stores import Directory, ObjectStore, Storage
+from chameleon_ft.storage.stores import Directory, ObjectStore, Storage, checkpoint_storage
 from chameleon_ft.sync import Segment
 from chameleon_ft.worker.checkpoint import CheckpointWriter, read_layer
 from chameleon_ft.worker.execution.gradients import GradientBuffers

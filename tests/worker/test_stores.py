@@ -17,7 +17,7 @@ from chameleon_ft.events.records import StepRecord
 from chameleon_ft.storage.checkpoints import complete_checkpoints
 from chameleon_ft.storage.files import RunDirectory
 from chameleon_ft.storage.recorder import View
-from chameleon_ft.storage.run_storage import checkpoint_storage
+from chameleon_ft.storage.stores import checkpoint_storage
 from tests.configs import unhurried, write_config
 from tests.harness import (
     Command,

@@ -34,7 +34,7 @@ from chameleon_ft.protocol.job_info import JobInfo
 from chameleon_ft.recovery.generation import GenerationSpec
 from chameleon_ft.storage.files import RunDirectory
 from chameleon_ft.storage.recorder import Recorder
-from chameleon_ft.storage.run_storage import checkpoint_storage, record_copies
+from chameleon_ft.storage.stores import checkpoint_storage, record_copies
 
 _NO_CHECKPOINT: Final = "; there is no complete checkpoint in this run"
 

@@ -22,7 +22,7 @@ from chameleon_ft.storage.checkpoints import read_mark, sound_checkpoint
 from chameleon_ft.storage.files import ControlAddress, RunDirectory
 from chameleon_ft.storage.plans import read_start_plan
 from chameleon_ft.storage.profiles import profile_of_run
-from chameleon_ft.storage.run_storage import checkpoint_storage
+from chameleon_ft.storage.stores import checkpoint_storage
 
 _NAMED: Final = 5
 """Changes that a refusal names."""

@@ -19,8 +19,8 @@ from chameleon_ft.plan.rest import GradientKey, RestOfStep
 from chameleon_ft.plan.shards import Sharding, SliceMove
 from chameleon_ft.plan.snapshots import Rebuilding, Restoration, SnapshotLayout, SnapshotShare
 from chameleon_ft.plan.vote import Vote
+from chameleon_ft.recovery.migration import without_shadow_holders
 from chameleon_ft.recovery.transition import LayerMove, PlannedTransition, TransitionOrders, moves_of
-from chameleon_ft.recovery.waves import without_shadow_holders
 from chameleon_ft.schedule import CostModel, InFlightLimit, Operation, Program, Resend, best_program, check_program
 from chameleon_ft.sync import Segment, gradient_rounds, gradient_segments, tied_segments
 from chameleon_ft.transfer import Transfer

@@ -19,14 +19,7 @@ from chameleon_ft.recovery import reroute
 from chameleon_ft.recovery.proposals import RivalPlanner
 from chameleon_ft.registry import PLANNERS
 from chameleon_ft.schedule import CostModel, InFlightLimit, best_program
-from chameleon_ft.search import (
-    FoundPlan,
-    SearchResult,
-    SizeFigures,
-    find_plan,
-    find_plan_of_sizes,
-    pareto_front,
-)
+from chameleon_ft.search import FoundPlan, SearchResult, SizeFigures, find_plan, find_plan_of_sizes, pareto_front
 from chameleon_ft.session.plan_case import PlanCase
 
 

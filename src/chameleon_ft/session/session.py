@@ -27,7 +27,7 @@ from chameleon_ft.session.joining import WatchRequest
 from chameleon_ft.session.process import LAUNCHED, Launch, RunProcess
 from chameleon_ft.storage.checkpoints import sound_checkpoint
 from chameleon_ft.storage.files import RunDirectory
-from chameleon_ft.storage.run_storage import checkpoint_storage
+from chameleon_ft.storage.stores import checkpoint_storage
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -40,8 +40,7 @@ from chameleon_ft.session.configuration import (
 from chameleon_ft.storage.checkpoints import complete_checkpoints, link_checkpoint, sound_checkpoint
 from chameleon_ft.storage.files import RunDirectory
 from chameleon_ft.storage.run_lock import RunLock
-from chameleon_ft.storage.run_storage import checkpoint_storage
-from chameleon_ft.storage.stores import Storage
+from chameleon_ft.storage.stores import Storage, checkpoint_storage
 
 FIXED: Final = ("job", "model", "data", "optimizer", "seed", "batch", "precision", "fp32_modules")
 """Keys that determine the weights or the numbering of samples; a resumed run has to keep them."""
@@ -423,7 +422,7 @@ def require_store(config: RunConfig, *, is_free: bool = False) -> None:
     """Raise ConfigError if the store of a run cannot be used, or if `is_free` is required and it has a run already."""
     if not config.store.url:
         return
-    from chameleon_ft.storage.run_storage import has_records, store_of
+    from chameleon_ft.storage.stores import has_records, store_of
 
     store = store_of(config)
     store.check()
@@ -446,8 +445,7 @@ def _has_checkpoints(store: Store) -> bool:
 
 def fetch_run(store: Store, path: Path) -> RunDirectory:
     """Fill the directory of a run, empty but for its lock, with the records in its store. Raises ConfigError."""
-    from chameleon_ft.storage.run_storage import RecordCopies, has_records
-    from chameleon_ft.storage.stores import ObjectStore
+    from chameleon_ft.storage.stores import ObjectStore, RecordCopies, has_records
 
     run, remote = RunDirectory(path.absolute()), ObjectStore(store.url, timeout_s=store.timeout_s)
     try:

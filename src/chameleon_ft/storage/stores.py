@@ -11,7 +11,7 @@ A request is given up if it makes no progress for the timeout of the store, and 
 times; then StoreError is raised. The thread of a request that is given up may live on until the library's own timeouts
 end it.
 
-This module loads fsspec, so it is imported only where a store is used.
+The records of a run are copied to its object store, too, so that it can be resumed on another machine.
 """
 
 from __future__ import annotations
@@ -35,12 +35,15 @@ from typing import Any, Final, Protocol, TypeAlias, TypeVar
 import fsspec
 from fsspec.callbacks import Callback
 
+from chameleon_ft.config import RunConfig
 from chameleon_ft.errors import ConfigError, DamagedCheckpointError, StoreError
 from chameleon_ft.quantities import duration
-from chameleon_ft.storage.files import replace_file
+from chameleon_ft.storage.files import RunDirectory, replace_file
 
 ARCHIVE: Final = ".tar"
 """Suffix of a part where it is one file."""
+
+_PLANS: Final = "plans"
 
 RunOf: TypeAlias = Callable[[int], str | None]
 """Step of a checkpoint -> the id of the run that writes it, by which it is told from others; None: not known."""
@@ -410,3 +413,74 @@ def _unless_stuck(act: Callable[[Callback], Result], timeout_s: float) -> Result
 def _described(error: BaseException) -> str:
     first = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
+def checkpoint_storage(config: RunConfig, run: RunDirectory, *, gives_up: bool = True) -> Storage:
+    """Return the place of the checkpoints of a run: its directory, or the object store of its configuration.
+
+    `gives_up`: whether requests to an object store that does not answer end with an error.
+    """
+    if not config.store.url:
+        return Directory(run.checkpoints, run_of=config.run_of)
+    store = config.store
+    return ObjectStore(store.checkpoints, timeout_s=store.timeout_s, gives_up=gives_up, run_of=config.run_of)
+
+
+def record_copies(config: RunConfig, run: RunDirectory) -> Callable[[], None]:
+    """Return a function that copies the records of a run to its object store, if it has one.
+
+    It raises StoreError.
+    """
+    if not config.store.url:
+        return lambda: None
+    return RecordCopies(run, store_of(config)).save
+
+
+def store_of(config: RunConfig) -> ObjectStore:
+    """Return the object store of a run."""
+    return ObjectStore(config.store.url, timeout_s=config.store.timeout_s)
+
+
+def has_records(store: ObjectStore) -> bool:
+    """Return whether a run has copied its records to a store. Raises StoreError."""
+    return store.exists(RunDirectory(Path()).config_file.name)
+
+
+class RecordCopies:
+    """Copies the records of a run to an object store and back. Methods raise StoreError, or another OSError."""
+
+    def __init__(self, run: RunDirectory, store: ObjectStore) -> None:
+        self._run = run
+        self._store = store
+        # The bytes and the modification time of each file when it was copied.
+        self._copied: dict[str, tuple[int, int]] = {}
+
+    def save(self) -> None:
+        """Copy all files that have changed since the last time."""
+        files = [self._run.path / name for name in self._names_at_top()]
+        for file in filter(Path.exists, (*files, *sorted(self._run.plans.glob("*.json")))):
+            name, stat = str(file.relative_to(self._run.path)), file.stat()
+            state = stat.st_size, stat.st_mtime_ns
+            if self._copied.get(name) == state:
+                continue
+            with tempfile.TemporaryDirectory(prefix="chameleon-") as scratch:
+                # The run may write into it meanwhile, and the length of an object is told first.
+                self._store.upload(Path(shutil.copy(file, scratch)), name)
+            self._copied[name] = state
+
+    def fetch(self) -> None:
+        """Copy all files from the store into the directory of the run, which has none of them."""
+        for name in (*self._names_at_top(), *(f"{_PLANS}/{each}" for each in self._store.names(_PLANS))):
+            if self._store.exists(name):
+                target = self._run.path / name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                self._store.download(name, target)
+
+    def _names_at_top(self) -> list[str]:
+        """Return the names of the files that a resumed run, or a reader of its records, needs; the configuration last.
+
+        So the store has a configuration only together with the other files.
+        """
+        run = self._run
+        files = (run.metrics_file, run.events_file, run.faults_file, run.summary_file, run.profile_file)
+        return [file.name for file in (*files, run.start_plan_file, run.config_file)]

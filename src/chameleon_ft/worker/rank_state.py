@@ -15,7 +15,7 @@ from chameleon_ft.protocol.messages import Quiesced, Switched
 from chameleon_ft.recovery.generation import WorkerOrders
 from chameleon_ft.recovery.transition import TransitionOrders
 from chameleon_ft.storage.files import RunDirectory
-from chameleon_ft.storage.run_storage import checkpoint_storage
+from chameleon_ft.storage.stores import checkpoint_storage
 from chameleon_ft.worker.checkpoint import read_layer
 from chameleon_ft.worker.context import RankContext
 from chameleon_ft.worker.control_client import ControlClient, SlowIOReporter

@@ -27,7 +27,7 @@ from chameleon_ft.protocol.messages import (
 )
 from chameleon_ft.recovery.generation import WorkerOrders
 from chameleon_ft.storage.files import RunDirectory
-from chameleon_ft.storage.run_storage import checkpoint_storage
+from chameleon_ft.storage.stores import checkpoint_storage
 from chameleon_ft.storage.timelines import TimelineLog
 from chameleon_ft.worker.checkpoint import CheckpointWriter
 from chameleon_ft.worker.communicators.base import CommunicationError, Communicators

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from chameleon_ft.coordinator.lease.base import Server
 from chameleon_ft.coordinator.lease.etcd import EtcdLease
-from chameleon_ft.coordinator.lease.register import Server
 from chameleon_ft.errors import ConfigError, LeaseError
 from chameleon_ft.protocol.address import split_address
 from tests.coordinator.lease.api_server import make_certificate

@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chameleon_ft.coordinator.lease import Claim, Lease
+from chameleon_ft.coordinator.lease.base import RegisterLease
 from chameleon_ft.coordinator.lease.files import FileLease
-from chameleon_ft.coordinator.lease.register import RegisterLease
 from tests.coordinator.lease.places import claim_of
 
 Call = tuple[Literal["claim", "renew", "newest"], int]

@@ -14,7 +14,7 @@ import pytest
 from chameleon_ft.config import Checkpoint, Optimizer, Parallel, Recovery
 from chameleon_ft.storage.checkpoints import complete_checkpoints
 from chameleon_ft.storage.files import RunDirectory
-from chameleon_ft.storage.run_storage import checkpoint_storage
+from chameleon_ft.storage.stores import checkpoint_storage
 from tests.configs import unhurried, write_config
 from tests.harness import Command, Ended, assert_as_the_plain_loop, small_config
 from tests.launch.ray.clusters import actors_of, drain, node_that_does_not_see, ray_cluster, wait_until

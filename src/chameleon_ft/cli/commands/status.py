@@ -12,7 +12,7 @@ from chameleon_ft.errors import StoreError
 from chameleon_ft.report.facts import describe_damage, facts_of
 from chameleon_ft.session.joining import WatchRequest
 from chameleon_ft.storage.checkpoints import damage_of
-from chameleon_ft.storage.run_storage import checkpoint_storage
+from chameleon_ft.storage.stores import checkpoint_storage
 
 
 @dataclass(frozen=True, kw_only=True)

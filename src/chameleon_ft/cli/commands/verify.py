@@ -16,7 +16,7 @@ from chameleon_ft.events.kinds import JobChanged
 from chameleon_ft.job import check_job_reference
 from chameleon_ft.storage.checkpoints import complete_checkpoints, read_mark
 from chameleon_ft.storage.files import RunDirectory
-from chameleon_ft.storage.run_storage import checkpoint_storage
+from chameleon_ft.storage.stores import checkpoint_storage
 
 
 @dataclass(frozen=True)

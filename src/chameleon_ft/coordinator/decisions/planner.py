@@ -30,10 +30,9 @@ from chameleon_ft.protocol.job_info import JobInfo, OperationRate
 from chameleon_ft.recovery import STAY, FailureModel, uniform_limits
 from chameleon_ft.recovery.context import Course
 from chameleon_ft.recovery.generation import CostsFrom, GenerationSpec, checked_program
-from chameleon_ft.recovery.migration import pace_of
+from chameleon_ft.recovery.migration import Wave, pace_of, present_draft, waves_to
 from chameleon_ft.recovery.scoring import missing_in_transfer
 from chameleon_ft.recovery.transition import placement_of, plan_transition
-from chameleon_ft.recovery.waves import Wave, present_draft, waves_to
 from chameleon_ft.schedule import CostModel, check_program
 from chameleon_ft.storage.profiles import costs_of_run
 from chameleon_ft.transfer import Transfer, pull_s, transfer_s, transfer_to

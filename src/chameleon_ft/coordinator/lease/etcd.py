@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Self
 
-from chameleon_ft.coordinator.lease.base import Claim
-from chameleon_ft.coordinator.lease.register import Answer, RegisterLease, Server
+from chameleon_ft.coordinator.lease.base import Answer, Claim, RegisterLease, Server
 from chameleon_ft.errors import ConfigError, LeaseError
 from chameleon_ft.protocol.address import split_address
 

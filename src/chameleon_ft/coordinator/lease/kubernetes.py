@@ -15,8 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, Self, TypeAlias
 
-from chameleon_ft.coordinator.lease.base import Claim
-from chameleon_ft.coordinator.lease.register import Answer, RegisterLease, Server
+from chameleon_ft.coordinator.lease.base import Answer, Claim, RegisterLease, Server
 from chameleon_ft.errors import ConfigError, LeaseError
 
 _ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
