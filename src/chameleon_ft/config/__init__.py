@@ -6,7 +6,7 @@ Importing this package imports neither torch nor anything that reads a clock or 
 from __future__ import annotations
 
 from chameleon_ft.config.llama import Data, LlamaConfig, Optimizer
-from chameleon_ft.config.run import LLAMA_JOB, MAX_WORKERS, STAND_IN_JOB, RunConfig, TrainConfig
+from chameleon_ft.config.run import LLAMA_JOB, MAX_WORKERS, STAND_IN_JOB, RunConfig, TrainConfig, config_type
 from chameleon_ft.config.saved_state import Checkpoint, Forked, Snapshots, Store
 from chameleon_ft.config.sections import (
     BACKENDS,
@@ -32,7 +32,6 @@ from chameleon_ft.config.sections import (
 )
 from chameleon_ft.config.validation import (
     config_to_toml,
-    config_type,
     load_config,
     parse_config,
     parse_fields,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import Field
 
@@ -270,3 +270,9 @@ class TrainConfig(RunConfig):
             )
         if self.data.format == "text" and self.model.vocab_size < 256:
             yield "model.vocab_size", "text is read as bytes, which need 256 ids; set it to 256"
+
+
+def config_type(data: Mapping[str, Any]) -> type[RunConfig]:
+    """Return the type that describes `data`: `TrainConfig` for the Llama and for any job with a section of its own."""
+    own = set(TrainConfig.model_fields) - set(RunConfig.model_fields)
+    return TrainConfig if own & set(data) or data.get("job", LLAMA_JOB) == LLAMA_JOB else RunConfig

@@ -11,17 +11,11 @@ from typing import Any, Final, TypeVar, get_args
 import tomli_w
 from pydantic import BaseModel, ValidationError
 
-from chameleon_ft.config.run import LLAMA_JOB, RunConfig, TrainConfig
+from chameleon_ft.config.run import LLAMA_JOB, RunConfig, TrainConfig, config_type
 from chameleon_ft.config.sections import RELATION_ERROR
 from chameleon_ft.errors import ConfigError
 
 _Config = TypeVar("_Config", bound=BaseModel)
-
-
-def config_type(data: Mapping[str, Any]) -> type[RunConfig]:
-    """Return the type that describes `data`: `TrainConfig` for the Llama and for any job with a section of its own."""
-    own = set(TrainConfig.model_fields) - set(RunConfig.model_fields)
-    return TrainConfig if own & set(data) or data.get("job", LLAMA_JOB) == LLAMA_JOB else RunConfig
 
 
 def parse_config(model: type[_Config], data: Mapping[str, Any], *, source: str) -> _Config:

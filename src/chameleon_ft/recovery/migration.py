@@ -192,13 +192,19 @@ def _with_dropped(plan: Plan, kept: _Layers, costs: CostModel) -> Plan:
             yield Hop(hop.worker + (0 if is_kept else first), LayerRange(own[0], own[-1] + 1))
 
     cut = {hops: tuple(piece for hop in hops for piece in pieces(hop)) for hops in {r.hops for r in plan.routes}}
+    recompute: dict[int, RecomputedLayers] = {}
+    for worker, layers in plan.recompute.items():
+        own = kept[worker].intersection(layers)
+        again = layers.intersection(LayerRange(min(own), max(own) + 1)) if own else None
+        if again is not None:
+            recompute[worker] = again
     fused = plan.fused_workers
     return reroute(
         Plan(
             placement=_placement(kept | dropped, plan.placement.num_layers),
             routes=tuple(Route(route.micro_batch, cut[route.hops]) for route in plan.routes),
             split_backward=plan.split_backward,
-            recompute=_recomputed(plan, kept),
+            recompute=recompute,
             fused_workers=frozenset(
                 each for worker in fused for each in (worker, first + worker) if kept.get(each) or each in dropped
             ),
@@ -207,14 +213,6 @@ def _with_dropped(plan: Plan, kept: _Layers, costs: CostModel) -> Plan:
         costs,
         searches=False,
     )
-
-
-def _recomputed(plan: Plan, kept: _Layers) -> dict[int, RecomputedLayers]:
-    found = {}
-    for worker, layers in plan.recompute.items():
-        if own := kept[worker].intersection(layers):
-            found[worker] = layers.intersection(LayerRange(min(own), max(own) + 1))
-    return {worker: layers for worker, layers in found.items() if layers is not None}
 
 
 def _layers_of(placement: Placement) -> _Layers:

@@ -43,7 +43,10 @@ def examine(order: Examine) -> HostReport:
     try:
         config = RunConfig(device=order.device, backend=order.backend, share_devices=order.share_devices)
         require_devices(config, order.workers)
-        devices = _devices(order)
+        devices = [torch.device("cpu")]
+        if order.device != "cpu":
+            count = min(order.workers, torch.accelerator.device_count())
+            devices = [torch.device(order.device, index) for index in range(count)]
         found = found.model_copy(update={"devices": tuple(map(device_name, devices))})
         if order.device != "cpu":
             found = found.model_copy(update={"free_memory": min(map(_free_share, devices))})
@@ -59,13 +62,6 @@ def examine(order: Examine) -> HostReport:
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         found = found.model_copy(update={"problem": f"a device cannot be used: {reason}"})
     return found.model_copy(update={"clock_s": unix_s()})
-
-
-def _devices(order: Examine) -> list[torch.device]:
-    if order.device == "cpu":
-        return [torch.device("cpu")]
-    count = min(order.workers, torch.accelerator.device_count())
-    return [torch.device(order.device, index) for index in range(count)]
 
 
 def _free_share(device: torch.device) -> float:

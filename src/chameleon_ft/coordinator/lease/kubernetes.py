@@ -68,7 +68,11 @@ class KubernetesLease(RegisterLease[_Object | None]):
                 "token, ca.crt and namespace"
             ) from None
         server = Server(host=host, port=port, tls=tls, timeout_s=lease_s / 3)
-        return cls(server, account=account, namespace=namespace, name=_name_of(run), lease_s=lease_s)
+        # The name has what a name may have of the directory of the run, and a hash of its path.
+        readable = re.sub(r"[^a-z0-9]+", "-", run.name.lower())[:40].strip("-")
+        digest = hashlib.sha256(str(run).encode()).hexdigest()[:8]
+        name = "-".join(part for part in ("chameleon", readable, digest) if part)
+        return cls(server, account=account, namespace=namespace, name=name, lease_s=lease_s)
 
     def _read(self) -> tuple[Claim | None, _Object | None]:
         answer = self._request("GET", f"{self._leases}/{self._name}")
@@ -139,10 +143,3 @@ class KubernetesLease(RegisterLease[_Object | None]):
 
     def __str__(self) -> str:
         return f"control.lease, {self._leases.partition('namespaces/')[2]}/{self._name} of Kubernetes"
-
-
-def _name_of(run: Path) -> str:
-    """Return the name of the object for the directory of a run: what a name may have of it, and a hash of its path."""
-    readable = re.sub(r"[^a-z0-9]+", "-", run.name.lower())[:40].strip("-")
-    digest = hashlib.sha256(str(run).encode()).hexdigest()[:8]
-    return "-".join(part for part in ("chameleon", readable, digest) if part)
