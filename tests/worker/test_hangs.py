@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from chameleon_ft.config import Batch, Parallel, Recovery, RunConfig, Timeouts
+from chameleon_ft.config import Batch, Loading, Parallel, Recovery, RunConfig, Timeouts
 from tests.harness import Ended, assert_trained_as_if_nothing_failed, train_here
 
 pytestmark = pytest.mark.multiprocess
@@ -113,6 +113,7 @@ def train(directory: Path, place: str, hang: str, *, after: int, timeouts: Timeo
         steps=8,
         batch=Batch(micro_batches=4, micro_batch_size=2),
         timeouts=timeouts,
+        loading=Loading(processes=0),
         recovery=Recovery(policy="reroute"),
     )
     ended = train_here(config, directory / "run")

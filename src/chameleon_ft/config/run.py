@@ -21,6 +21,7 @@ from chameleon_ft.config.sections import (
     Emulation,
     Failure,
     Health,
+    Loading,
     Parallel,
     Preflight,
     Recovery,
@@ -104,6 +105,7 @@ class RunConfig(Section):
     )
     parallel: Parallel = Parallel()
     batch: Batch = Batch()
+    loading: Loading = Loading()
     checkpoint: Checkpoint = Checkpoint()
     store: Store = Store()
     snapshots: Snapshots = Snapshots()

@@ -197,6 +197,19 @@ class Recovery(Section):
     )
 
 
+class Loading(Section):
+    """How samples are read. A rank reads those of the first and of the last layer, if it has them."""
+
+    processes: int = Field(
+        default=1,
+        ge=0,
+        le=64,
+        description="Processes that read samples ahead for each rank, beside it; 0: a rank reads them itself, when it "
+        "needs them.",
+    )
+    prefetch: int = Field(default=2, ge=0, description="Steps for which they read ahead, beyond the present one.")
+
+
 class Timeouts(Section):
     """Times after which a worker or a message counts as lost. The first four must be in ascending order."""
 

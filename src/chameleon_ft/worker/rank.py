@@ -48,6 +48,7 @@ from chameleon_ft.worker.device import claim_device, communicators_for
 from chameleon_ft.worker.execution.bad_steps import describe_error
 from chameleon_ft.worker.fault_injection import FaultInjector, failures_of_incarnation
 from chameleon_ft.worker.inspection import load_examined
+from chameleon_ft.worker.loaders import LoaderServer
 from chameleon_ft.worker.preflight import available_bytes
 from chameleon_ft.worker.trainer import Trainer
 
@@ -80,7 +81,7 @@ def rank_main(access: CoordinatorAccess, *, member: Member, host: str, local_ind
         ControlError: the coordinator cannot be joined.
     """
     ignore_interrupts()
-    own = os.getpid()
+    own, loaders = os.getpid(), LoaderServer()
     client = ControlClient(
         access,
         member=member,
@@ -96,7 +97,7 @@ def rank_main(access: CoordinatorAccess, *, member: Member, host: str, local_ind
             print(f"{member} is refused: {welcome.reason}", file=sys.stderr)
         if not isinstance(welcome, Welcome):
             return welcome.exit_code or 1 if isinstance(welcome, Exit) else 1
-        trainer = _trainer(welcome, client, worker=member.worker, host=host, local_index=local_index)
+        trainer = _trainer(welcome, client, loaders, worker=member.worker, host=host, local_index=local_index)
         client.send(Ready())
         code = trainer.serve()
     except (Exception, SystemExit) as error:  # noqa: BLE001 - code of the job may call sys.exit
@@ -133,7 +134,9 @@ def _drain_on_termination(client: ControlClient) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
-def _trainer(welcome: Welcome, client: ControlClient, *, worker: int, host: str, local_index: int) -> Trainer:
+def _trainer(
+    welcome: Welcome, client: ControlClient, loaders: LoaderServer, *, worker: int, host: str, local_index: int
+) -> Trainer:
     run = RunDirectory(Path(welcome.run))
     data = tomllib.loads(welcome.config)
     config = run.own(parse_config(config_type(data), data, source="the coordinator's configuration"))
@@ -156,9 +159,15 @@ def _trainer(welcome: Welcome, client: ControlClient, *, worker: int, host: str,
         )
         return slowed
 
+    samples = json.loads(welcome.samples)
+    reads_ahead = config.loading.processes > 0 and not config.is_emulated
+    if reads_ahead:
+        loaders.serve(config, samples)
+    else:
+        loaders.close()
     context = RankContext(
         worker=worker,
-        job=replace(load_examined(config, json.loads(welcome.samples)), built_in_full=welcome.built_in_full),
+        job=replace(load_examined(config, samples), built_in_full=welcome.built_in_full),
         boundaries=tuple(BoundarySpec(b.shape, getattr(torch, b.dtype)) for b in welcome.boundaries),
         device=device,
         activity=client.activity,
@@ -166,7 +175,14 @@ def _trainer(welcome: Welcome, client: ControlClient, *, worker: int, host: str,
         pace=None if emulated is None else emulated.pace,
         stand_in_scale=None if emulated is None else emulated.scale,
     )
-    return Trainer(context, config=config, run=run, client=client, new_communicators=new_communicators)
+    return Trainer(
+        context,
+        config=config,
+        run=run,
+        client=client,
+        new_communicators=new_communicators,
+        loaders=loaders if reads_ahead else None,
+    )
 
 
 def _usual_links(config: RunConfig, workers: Sequence[int]) -> Cluster:

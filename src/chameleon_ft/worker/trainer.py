@@ -36,9 +36,10 @@ from chameleon_ft.worker.control_client import ControlClient
 from chameleon_ft.worker.execution.bad_steps import BadStepError, JobError, noting
 from chameleon_ft.worker.execution.commit import Committer, StateCheck, StateDiffersError
 from chameleon_ft.worker.execution.executor import Executor
-from chameleon_ft.worker.execution.micro_batches import DatasetReads, MicroBatches
+from chameleon_ft.worker.execution.micro_batches import DatasetReads, MicroBatches, SampleSource
 from chameleon_ft.worker.execution.steps import StepRecorder
 from chameleon_ft.worker.generation import Generation, Preparations
+from chameleon_ft.worker.loaders import LoaderServer, PrefetchedReads
 from chameleon_ft.worker.mover import Mover
 from chameleon_ft.worker.rank_state import RankState
 from chameleon_ft.worker.snapshots import SnapshotTaker
@@ -60,6 +61,7 @@ class Trainer:
         run: RunDirectory,
         client: ControlClient,
         new_communicators: Callable[[], Communicators],
+        loaders: LoaderServer | None = None,
     ) -> None:
         self._rank = rank
         self._config = config
@@ -69,10 +71,7 @@ class Trainer:
         if is_stream(rank.job.dataset):
             self._stream = ReadAhead(rank.job.dataset, config.batch, seed=config.seed)
         else:
-            reads = DatasetReads(
-                rank.job, config.batch, seed=config.seed, first_sample=config.first_sample, reading=self._reading
-            )
-            self._micro_batches = MicroBatches(reads, rank.device)
+            self._micro_batches = MicroBatches(self._dataset_source(loaders), rank.device)
         self._state = RankState(rank, config, run, client)
         client.snapshot_resolved = self._state.snapshots.resolve
         self._has_quiesced = False
@@ -95,11 +94,29 @@ class Trainer:
             before_write=lambda step: rank.faults.at("checkpoint", step),
         )
 
-    @contextmanager
-    def _reading(self, doing: str) -> Iterator[None]:
+    def _dataset_source(self, loaders: LoaderServer | None) -> SampleSource:
+        reads = DatasetReads.of(self._rank.job, self._config, reading=self._reading)
+        if loaders is None:
+            return reads
+        return PrefetchedReads(
+            reads=reads,
+            start=loaders.start,
+            progress=loaders.progress,
+            waiting=self._reading,
+            check=self._require_generation,
+            count=self._config.loading.processes,
+            prefetch=self._config.loading.prefetch,
+            steps=self._config.steps,
+        )
+
+    def _require_generation(self) -> None:
         # Other workers wait for this one, which may read long.
         if self._client.is_over(self._newest_generation):
             raise CommunicationError(None, "the generation is over")
+
+    @contextmanager
+    def _reading(self, doing: str) -> Iterator[None]:
+        self._require_generation()
         with noting(doing), self._rank.activity.waiting(doing, is_reading=True):
             yield
 

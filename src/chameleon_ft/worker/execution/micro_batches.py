@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol, Self
 
 import torch
 import xxhash
 from torch import Tensor
 
-from chameleon_ft.config import Batch
+from chameleon_ft.config import Batch, RunConfig
 from chameleon_ft.data.order import SampleOrder
 from chameleon_ft.data.samples import load_micro_batch
 from chameleon_ft.job import Job
@@ -79,6 +79,11 @@ class DatasetReads:
         self._order = SampleOrder(len(job.dataset), seed)
         self._first_sample = first_sample or (lambda step: step * batch.samples)
         self._reading = reading
+
+    @classmethod
+    def of(cls, job: Job, config: RunConfig, *, reading: Callable[[str], AbstractContextManager[object]]) -> Self:
+        """Return the reads of a run."""
+        return cls(job, config.batch, seed=config.seed, first_sample=config.first_sample, reading=reading)
 
     def expect(self, step: int, wanted: Sequence[int], following: Sequence[int]) -> None:
         """See `SampleSource`."""

@@ -1,0 +1,420 @@
+"""Processes that read samples ahead for a rank, each a loader; they end with the rank.
+
+They are forked from a server, a process that is forked from the rank before the rank has threads, connections or an
+accelerator. The server loads the job as the rank does, so that a dataset is never pickled, and a loader that is lost is
+replaced in milliseconds. The tensors of a micro-batch come in a file in memory whose descriptor is passed to the rank;
+the kernel frees it with its last user, whoever ends first.
+
+A loader of torch's DataLoader cannot be told what to read next once a plan has changed, and ends its iterator with it.
+"""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+import pickle
+import select
+import signal
+import socket
+import struct
+import sys
+import traceback
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from io import BytesIO
+from math import prod
+from typing import Any, Final, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from chameleon_ft.config import RunConfig
+from chameleon_ft.host.fork_server import end_with, exit_immediately, name_process, terminations
+from chameleon_ft.job import Job
+from chameleon_ft.job_record import Fact
+from chameleon_ft.worker.execution.bad_steps import describe_error, noting
+from chameleon_ft.worker.execution.micro_batches import DatasetReads, MicroBatch, SampleSource
+from chameleon_ft.worker.inspection import load_examined
+
+MAX_LOADERS: Final = 64
+
+Key = tuple[int, int]
+"""(step, number of the micro-batch in it)"""
+
+_NUMBER: Final = struct.Struct("<q")
+_REQUEST: Final = struct.Struct("<qq")
+_MAX_MESSAGE: Final = 1 << 17
+_ALIGNMENT: Final = 64
+# A loader has its next request when it has answered one.
+_REQUESTS: Final = 2
+_MAX_AHEAD: Final = 64
+_POLL_S: Final = 0.02
+_PROGRESS_BYTES: Final = 128
+# Loaders that end while they read the same micro-batch, or before they have read any.
+_MAX_ENDS: Final = 3
+
+
+class ReadError(NamedTuple):
+    """The description of an error of the dataset in a loader, which may be raised again where it is read again."""
+
+    text: str
+
+
+class LoaderServer:
+    """The process from which the loaders of this rank are forked, and which ends with this one.
+
+    To be made while this process has a single thread, because a fork copies only the thread that forks.
+    """
+
+    def __init__(self) -> None:
+        self._job = b""
+        self._progress = mmap.mmap(-1, MAX_LOADERS * _PROGRESS_BYTES)
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        parent = os.getpid()
+        if not os.fork():
+            self._socket.close()
+            end_with(parent)
+            _serve(theirs, self._progress)
+        theirs.close()
+
+    def serve(self, config: RunConfig, samples: Mapping[str, Fact]) -> None:
+        """Have loaders read the samples of this run from now on, of which `samples` are facts."""
+        self._job = pickle.dumps((config, dict(samples)))
+
+    def start(self, number: int) -> socket.socket:
+        """Start a loader of this number, and return the socket to it. Raises OSError if the server has ended."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        with theirs:
+            request = _NUMBER.pack(number) + self._job
+            # The output of the dataset goes where that of this process goes.
+            socket.send_fds(self._socket, [request], [theirs.fileno(), sys.stdout.fileno(), sys.stderr.fileno()])
+        return ours
+
+    def progress(self, number: int) -> str:
+        """Return the read of a loader; empty between two."""
+        entry = self._progress[number * _PROGRESS_BYTES : (number + 1) * _PROGRESS_BYTES]
+        return entry.rstrip(b"\0").decode("ascii", "replace")
+
+    def close(self) -> None:
+        """End the server and its loaders."""
+        self._socket.close()
+
+
+@dataclass(slots=True, eq=False)
+class _Loader:
+    """A loader and the micro-batches that it has been told to read, the present one first."""
+
+    number: int
+    socket: socket.socket
+    is_ready: bool = False
+    told: deque[Key] = field(default_factory=deque)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class PrefetchedReads:
+    """A source of samples that loaders have read before they are needed, in the order in which they are.
+
+    The rank reads itself while no loader is ready, and once more what a loader has failed to read. If a loader ends, it
+    is replaced, and its reads are done again; since they depend on the position alone, none is lost or made twice.
+
+    Attributes:
+        reads: reads in this thread.
+        start: starts a loader of that number; raises OSError if none can be started.
+        waiting: returns a context inside which this thread waits for a read of that description.
+        check: is called while it waits; raises CommunicationError if the generation is over.
+        prefetch: steps to read ahead.
+        steps: steps of the run.
+    """
+
+    reads: SampleSource
+    start: Callable[[int], socket.socket]
+    progress: Callable[[int], str]
+    waiting: Callable[[str], AbstractContextManager[object]]
+    check: Callable[[], None]
+    count: int
+    prefetch: int
+    steps: int
+    _loaders: list[_Loader] = field(default_factory=list)
+    _read: dict[Key, MicroBatch | ReadError] = field(default_factory=dict)
+    _wanted: deque[Key] = field(default_factory=deque)
+    _ends: Counter[Key | None] = field(default_factory=Counter)
+
+    def expect(self, step: int, wanted: Sequence[int], following: Sequence[int]) -> None:
+        """See `SampleSource`."""
+        self._collect()
+        ahead = range(step + 1, min(step + 1 + self.prefetch, self.steps))
+        keys = [(step, each) for each in wanted] + [(later, each) for later in ahead for each in following]
+        self._read = {key: value for key, value in self._read.items() if key[0] >= step}
+        known = self._read.keys() | {key for loader in self._loaders for key in loader.told}
+        self._wanted = deque(key for key in keys if key not in known)
+        if keys and not self._loaders:
+            for number in range(self.count):
+                self._start(number)
+        self._tell()
+
+    def read(self, step: int, micro_batch: int) -> MicroBatch:
+        """See `SampleSource`. Raises the error of the dataset, if the samples cannot be read here either."""
+        key = (step, micro_batch)
+        self._collect()
+        while key not in self._read:
+            loader = self._reader_of(key)
+            if loader is not None:
+                self._wait_for(key, loader)
+            elif self._ends[key] and self._loaders:
+                # It may end this process, too.
+                self._wait_for_any(key)
+            else:
+                self._wanted = deque(each for each in self._wanted if each != key)
+                self._read[key] = self.reads.read(step, micro_batch)
+        found = self._read.pop(key)
+        self._tell()
+        if isinstance(found, MicroBatch):
+            return found
+        print(f"a loader failed: {found.text}; this worker reads the micro-batch once more itself", file=sys.stderr)
+        if self._ends[key] >= _MAX_ENDS:
+            # This process would end, too.
+            raise RuntimeError(found.text)
+        return self.reads.read(step, micro_batch)
+
+    def _reader_of(self, key: Key) -> _Loader | None:
+        """Return the loader that reads a micro-batch, which may be told to only now; None if none can."""
+        for loader in self._loaders:
+            if key in loader.told:
+                return loader
+        ready = [loader for loader in self._loaders if loader.is_ready]
+        if not ready:
+            return None
+        loader = min(ready, key=lambda each: len(each.told))
+        return loader if self._tell_one(loader, key) else self._reader_of(key)
+
+    def _wait_for(self, key: Key, loader: _Loader) -> None:
+        """Wait until a loader has read a micro-batch, has come to another sample, or has ended."""
+        doing = self._doing(loader)
+        with self.waiting(doing):
+            while key in loader.told and self._doing(loader) == doing:
+                self._collect(_POLL_S)
+                self.check()
+
+    def _wait_for_any(self, key: Key) -> None:
+        """Wait until a loader is ready to read a micro-batch, or there is none any more."""
+        with self.waiting(_describe(key)):
+            while self._loaders and not any(loader.is_ready for loader in self._loaders):
+                self._collect(_POLL_S)
+                self.check()
+
+    def _doing(self, loader: _Loader) -> str:
+        return self.progress(loader.number) or _describe(loader.told[0])
+
+    def _tell(self) -> None:
+        """Tell the loaders what to read next."""
+        while self._wanted:
+            known = len(self._read) + sum(len(loader.told) for loader in self._loaders)
+            free = [loader for loader in self._loaders if loader.is_ready and len(loader.told) < _REQUESTS]
+            if not free or known >= _MAX_AHEAD:
+                return
+            self._tell_one(min(free, key=lambda each: len(each.told)), self._wanted[0])
+
+    def _tell_one(self, loader: _Loader, key: Key) -> bool:
+        """Tell a loader to read a micro-batch; return whether it is alive."""
+        try:
+            loader.socket.send(_REQUEST.pack(*key))
+        except OSError:
+            self._ended(loader)
+            return False
+        loader.told.append(key)
+        self._wanted = deque(each for each in self._wanted if each != key)
+        return True
+
+    def _collect(self, timeout_s: float = 0.0) -> None:
+        """Take what the loaders have read, or wait for the first of it for so long."""
+        polled = select.poll()
+        by_descriptor = {loader.socket.fileno(): loader for loader in self._loaders}
+        for descriptor in by_descriptor:
+            polled.register(descriptor, select.POLLIN)
+        for descriptor, _ in polled.poll(1e3 * timeout_s):
+            loader = by_descriptor[descriptor]
+            try:
+                message, files, _, _ = socket.recv_fds(loader.socket, _MAX_MESSAGE, 1)
+            except OSError:
+                message, files = b"", []
+            if not message:
+                self._ended(loader)
+            elif loader.is_ready:
+                self._ends[None] = 0
+                self._read[loader.told.popleft()] = _unpacked(message, files)
+            else:
+                loader.is_ready = True
+        self._tell()
+
+    def _start(self, number: int) -> None:
+        try:
+            self._loaders.append(_Loader(number, self.start(number)))
+        except OSError as error:
+            print(f"no loader can be started ({error}); this worker reads its samples itself", file=sys.stderr)
+
+    def _ended(self, loader: _Loader) -> None:
+        """Replace a loader, and have its reads done again."""
+        self._loaders.remove(loader)
+        loader.socket.close()
+        last = loader.told[0] if loader.told else None
+        doing = f" {self._doing(loader)}" if loader.told else ""
+        self._ends[None] += 1
+        self._ends[last] += last is not None
+        if last is not None and self._ends[last] >= _MAX_ENDS:
+            self._read[last] = ReadError(f"{_MAX_ENDS} loaders in a row have ended{doing}")
+            loader.told.popleft()
+        self._wanted.extendleft(reversed(loader.told))
+        loader.told.clear()
+        if self._ends[None] < _MAX_ENDS + self.count:
+            print(f"loader {loader.number} has ended{doing}; another one takes its place", file=sys.stderr)
+            self._start(loader.number)
+        else:
+            print("loaders end one after the other; this worker reads its samples itself", file=sys.stderr)
+
+
+def _describe(key: Key) -> str:
+    step, micro_batch = key
+    return f"reading the samples of micro-batch {micro_batch} in step {step}"
+
+
+# --- in the server and in the loaders --------------------------------------------------------------------------------
+
+
+def _serve(requests: socket.socket, progress: mmap.mmap) -> NoReturn:
+    """Load the job at the first request, and fork a loader at each, until the rank ends."""
+    code = 1
+    try:
+        name_process("loaders")
+        # A batch system may send one to every process, but the rank still needs its loaders then.
+        for number in terminations():
+            signal.signal(number, signal.SIG_IGN)
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        own = os.getpid()
+        loaded: tuple[Job, RunConfig] | None = None
+        while True:
+            request, files, _, _ = socket.recv_fds(requests, _MAX_MESSAGE, 3)
+            if not request:
+                break
+            for standard, file in enumerate(files[1:], 1):
+                os.dup2(file, standard)
+                os.close(file)
+            (number,) = _NUMBER.unpack_from(request)
+            if loaded is None:
+                config, samples = pickle.loads(request[_NUMBER.size :])
+                torch.set_num_threads(1)
+                for output in (sys.stdout, sys.stderr):
+                    output.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+                loaded = load_examined(config, samples), config
+                gc.collect()
+                gc.freeze()
+            if not os.fork():
+                requests.close()
+                end_with(own)
+                name_process(f"loader {number}")
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                reads = DatasetReads.of(*loaded, reading=_Progress(progress, number).reading)
+                _load(socket.socket(fileno=files[0]), reads)
+                break
+            os.close(files[0])
+        code = 0
+    except BaseException:  # noqa: BLE001 - the process ends with it
+        traceback.print_exc()
+    exit_immediately(code)
+
+
+@dataclass(frozen=True, slots=True)
+class _Progress:
+    """The read of this loader, which the rank can see at any time."""
+
+    memory: mmap.mmap
+    number: int
+
+    @contextmanager
+    def reading(self, doing: str) -> Iterator[None]:
+        """Show a read while it lasts, and add it to its error."""
+        self._show(doing)
+        with noting(doing):
+            yield
+        self._show("")
+
+    def _show(self, doing: str) -> None:
+        begin = self.number * _PROGRESS_BYTES
+        entry = doing.encode("ascii", "replace")[:_PROGRESS_BYTES].ljust(_PROGRESS_BYTES, b"\0")
+        self.memory[begin : begin + _PROGRESS_BYTES] = entry
+
+
+def _load(requests: socket.socket, reads: DatasetReads) -> None:
+    """Read the micro-batches that are asked for, in order, until the rank ends."""
+    requests.send(b"ready")
+    while request := requests.recv(_REQUEST.size):
+        found: MicroBatch | ReadError
+        try:
+            found = reads.read(*_REQUEST.unpack(request))
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - of the dataset
+            traceback.print_exc()
+            found = ReadError(describe_error(error))
+        message, files = _packed(found)
+        socket.send_fds(requests, [message], files)
+        for file in files:
+            os.close(file)
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles the places of tensors in a file instead of their elements."""
+
+    def __init__(self, file: BytesIO) -> None:
+        super().__init__(file)
+        self.tensors: list[tuple[int, Tensor]] = []
+        self.num_bytes = 0
+
+    def persistent_id(self, value: Any) -> Any:
+        """Return the place of a tensor, its type and its shape."""
+        if not isinstance(value, Tensor):
+            return None
+        begin = self.num_bytes
+        self.tensors.append((begin, value))
+        self.num_bytes += -(-value.nbytes // _ALIGNMENT) * _ALIGNMENT
+        return begin, value.dtype, tuple(value.shape)
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes tensors of the places in a file, in its memory."""
+
+    def __init__(self, message: bytes, memory: mmap.mmap | None) -> None:
+        super().__init__(BytesIO(message))
+        self._memory = memory
+
+    def persistent_load(self, place: Any) -> Tensor:
+        """Return the tensor of a place."""
+        begin, dtype, shape = place
+        if self._memory is None or not prod(shape):
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(self._memory, dtype=dtype, count=prod(shape), offset=begin).view(shape)
+
+
+def _packed(found: MicroBatch | ReadError) -> tuple[bytes, list[int]]:
+    """Return a message, and the descriptor of the file with its tensors, if it has any."""
+    pickler = _Pickler(head := BytesIO())
+    pickler.dump(found)
+    if not pickler.num_bytes:
+        return head.getvalue(), []
+    descriptor = os.memfd_create("samples")
+    os.ftruncate(descriptor, pickler.num_bytes)
+    with mmap.mmap(descriptor, pickler.num_bytes) as memory:
+        for begin, tensor in pickler.tensors:
+            content = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+            memory[begin : begin + tensor.nbytes] = content
+    return head.getvalue(), [descriptor]
+
+
+def _unpacked(message: bytes, files: Iterable[int]) -> MicroBatch | ReadError:
+    memory = None
+    for descriptor in files:
+        memory = mmap.mmap(descriptor, 0)
+        os.close(descriptor)
+    found: MicroBatch | ReadError = _Unpickler(message, memory).load()
+    return found
