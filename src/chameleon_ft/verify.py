@@ -186,7 +186,7 @@ def repeat_run(run: RunDirectory, *, limit: int | None = None) -> Iterator[StepC
         horizon: load_job(config.job, config.model_copy(update={"horizon_steps": horizon}))
         for horizon in {config.horizon, *(horizon for _, horizon in starts)}
     }
-    loop = _PlainLoop(config, jobs[config.horizon])
+    loop = PlainLoop(config, jobs[config.horizon])
     checkpoints, first = checkpoint_storage(config, run), config.forked.step
     changed = [event for event in events if isinstance(event, JobChanged)]
     if changed:
@@ -204,13 +204,13 @@ def repeat_run(run: RunDirectory, *, limit: int | None = None) -> Iterator[StepC
             continue
         horizon = next((each for begun_at, each in reversed(starts) if begun_at <= record.time), config.horizon)
         rate = jobs[horizon].learning_rate
-        plain_loss, plain_grad_norm = loop.run_step(record.step, None if rate is None else rate(record.step))
+        plain = loop.run_step(record.step, None if rate is None else rate(record.step))
         yield StepComparison(
             step=record.step,
             loss=record.loss,
-            plain_loss=plain_loss,
+            plain_loss=plain.loss,
             grad_norm=record.grad_norm,
-            plain_grad_norm=plain_grad_norm,
+            plain_grad_norm=plain.grad_norm,
         )
 
 
@@ -356,7 +356,24 @@ def _relative(difference: float, size: float) -> float:
     return math.sqrt(difference / size) if math.isfinite(difference) and size else math.inf
 
 
-class _PlainLoop:
+@dataclass(frozen=True, slots=True)
+class PlainStep:
+    """A step of the plain loop.
+
+    Attributes:
+        loss: The mean before the update; not a number if the batch has no loss terms.
+        grad_norm: The norm of the gradient before clipping; likewise.
+        terms: Loss terms of the batch.
+        samples: Samples of the micro-batches that have terms.
+    """
+
+    loss: float = math.nan
+    grad_norm: float = math.nan
+    terms: float = 0.0
+    samples: int = 0
+
+
+class PlainLoop:
     """A whole model and its optimizer, after the steps run so far."""
 
     def __init__(self, config: RunConfig, job: Job) -> None:
@@ -408,14 +425,16 @@ class _PlainLoop:
                         for key, value in own.items()
                     }
 
-    def run_step(self, step: int, rate: float | None) -> tuple[float, float]:
-        """Run one step; return the mean loss before the update and the norm of the gradient before clipping.
+    @property
+    def learning_rate(self) -> float:
+        """The rate of the first group of the optimizer."""
+        return float(self._optimizer.param_groups[0].get("lr", 0.0))
 
-        Both are not a number, and nothing is changed, if the batch has no loss terms.
-        """
+    def run_step(self, step: int, rate: float | None) -> PlainStep:
+        """Run one step; nothing is changed if the batch has no loss terms."""
         self._optimizer.zero_grad()
         batch = self._config.batch
-        loss_sum, terms = 0.0, 0.0
+        loss_sum, terms, samples = 0.0, 0.0, 0
         for micro_batch in range(batch.micro_batches):
             start = self._config.first_sample(step) + micro_batch * batch.micro_batch_size
             inputs, targets = self._samples.micro_batch(start, batch.micro_batch_size)
@@ -428,8 +447,9 @@ class _PlainLoop:
             loss.backward()
             loss_sum += loss.item()
             terms += own_terms
+            samples += batch.micro_batch_size
         if not terms:
-            return math.nan, math.nan
+            return PlainStep()
         for parameter, master in self._masters.items():
             master.grad, parameter.grad = parameter.grad, None
         norms = []
@@ -450,7 +470,7 @@ class _PlainLoop:
         self._optimizer.step()
         for parameter, master in self._masters.items():
             parameter.data.copy_(master)
-        return loss_sum / terms, grad_norm.item()
+        return PlainStep(loss_sum / terms, grad_norm.item(), terms, samples)
 
     def _forward(self, inputs: torch.Tensor, step: int, micro_batch: int) -> torch.Tensor:
         """(micro-batch, ...) -> output of the last layer for it."""

@@ -100,6 +100,11 @@ class RunConfig(Section):
         default=None,
         description="Plan to start with, as `chameleon plan --json` prints it, instead of parallel.dp equal pipelines.",
     )
+    debug: Literal["off", "single process"] = Field(
+        default="off",
+        description="single process: train all layers in the process of the command, without workers, so that "
+        "breakpoints and prints work; for this start alone.",
+    )
     job_arguments: dict[str, bool | int | float | str] = Field(
         default={}, description="Arguments of the job's function by name, which are flags, too: `--job.NAME VALUE`."
     )
@@ -218,6 +223,8 @@ class RunConfig(Section):
     def _emulation_problems(self) -> Iterator[tuple[str, str]]:
         if self.is_emulated and self.profile is None:
             yield "profile", 'device = "emulated" needs a profile for the times of operations; see chameleon profile'
+        if self.is_emulated and self.debug != "off":
+            yield "debug", "an emulated device computes nothing; leave one of them out"
         if self.is_emulated != (self.job == STAND_IN_JOB):
             yield (
                 "job",

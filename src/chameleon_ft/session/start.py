@@ -85,6 +85,10 @@ class PreparedRun:
                 return 0
             if warning := self.config.untried:
                 print(warning, file=sys.stderr, flush=True)
+            if self.config.debug != "off":
+                from chameleon_ft.session.debugging import train_in_one_process
+
+                launch = train_in_one_process
             with _rivals_told(self.lock):
                 return launch(self.config, run=self.directory, resume=self.resume)
         except (ConfigError, CheckpointError, LeaseError, KeyboardInterrupt, SystemExit):
@@ -251,7 +255,7 @@ def _recorded_config(changes: Mapping[str, Any], directory: RunDirectory) -> Run
     refuse_live_run(directory)
     values = read_recorded_toml(directory.config_file)
     # The failures have happened already, and the plan was made for the original workers.
-    values = {key: value for key, value in values.items() if key not in ("failures", "plan", "accept_changes")}
+    values = {key: value for key, value in values.items() if key not in ("failures", "plan", "accept_changes", "debug")}
     if "profile" in values:
         values["profile"] = str(directory.profile_file)
     return with_absolute_paths(overridden(values, changes, source=str(directory.config_file)))
