@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
@@ -136,8 +138,12 @@ def damaged(run: RunDirectory, tmp_path: Path, command: int) -> Iterator[tuple[P
 def test_a_damaged_file_is_told_by_a_message(
     command: tuple[str, ...], run: RunDirectory, chameleon: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def over(_: float) -> None:
-        raise KeyboardInterrupt
+    sleep = time.sleep
+
+    def over(seconds: float) -> None:
+        if threading.current_thread() is threading.main_thread():  # not a thread that an earlier test has left behind
+            raise KeyboardInterrupt
+        sleep(seconds)
 
     monkeypatch.setattr("time.sleep", over)  # which ends commands that wait for the run
     for path, damage in damaged(run, tmp_path, COMMANDS.index(command)):
