@@ -407,10 +407,10 @@ class BadOrigin:
 class BadStep(Event):
     """The loss or gradient of `step` was bad: `why`.
 
-    If it `is_bad_again` when computed once more, the `action` is that of `health.on_bad_step`, and `origins` are the
-    operations with the first values that are not finite, each with `worker`, `micro_batch`, `layers` (first, one after
-    the last) and `where` (data, forward or backward). Otherwise the action is `applied`. `changed`: the workers whose
-    contribution differed.
+    If it `is_bad_again` when computed once more, the `action` is that of `health.on_bad_step`; otherwise it is
+    `applied`. `origins` are the operations with the first values that are not finite, each with `worker`,
+    `micro_batch`, `layers` (first, one after the last) and `where` (data, forward or backward). `changed`: the workers
+    whose contribution differed.
     """
 
     step: Count
