@@ -58,24 +58,26 @@ def main() -> int:
     folder = new_folder(given.out)
     seeds = range(given.seed, given.seed + given.runs)
     runs = [draw(seed, joins=given.joins, strikes=given.strikes) for seed in seeds]
+    trained = partial(_trained, folder, streams=given.streams)
     with ProcessPoolExecutor(given.jobs, mp_context=multiprocessing.get_context("spawn")) as processes:
-        findings = list(processes.map(partial(_trained, folder), runs))
+        findings = list(processes.map(trained, runs))
     return _report(list(zip(runs, findings, strict=True))).emit(folder, as_json=given.json)
 
 
-def _trained(folder: Path, drawn: DrawnRun) -> Findings:
+def _trained(folder: Path, drawn: DrawnRun, *, streams: bool) -> Findings:
     """Train a drawn run; its directory remains if it has problems."""
     torch.set_num_threads(1)  # more threads of the plain loop would compete with the workers
     directory, start = folder / f"seed-{drawn.seed}", time.perf_counter()
-    findings = run_drawn(drawn, directory)
+    findings = run_drawn(drawn, directory, streams=streams)
     progress(f"{drawn}\n  in {time.perf_counter() - start:.1f} s {findings}")
     if not findings.problems:
         shutil.rmtree(directory)
     return findings
 
 
-def config_of(drawn: DrawnRun, directory: Path) -> TrainConfig:
-    """Return the configuration of a drawn run, with its text in `directory`."""
+def config_of(drawn: DrawnRun, directory: Path, *, streams: bool = False) -> TrainConfig:
+    """Return the configuration of a drawn run, with its text in `directory`, which it may read as a stream."""
+    job = {"job": f"{Path(__file__).parent / '_streamed_llama.py'}:job"} if streams else {}
     respawn = {"respawn": True, "respawn_delay_s": 0.2} if drawn.respawn else {}
     every, mode = drawn.snapshots or (0, "copy")
     return small_config(
@@ -105,11 +107,13 @@ def config_of(drawn: DrawnRun, directory: Path) -> TrainConfig:
         snapshots=Snapshots(every=every, mode=mode),
         recovery=Recovery.model_validate({"policy": drawn.policy, **respawn}),
         failures=drawn.failures,
+        **job,
     )
 
 
-def run_drawn(drawn: DrawnRun, directory: Path) -> Findings:
+def run_drawn(drawn: DrawnRun, directory: Path, *, streams: bool = False) -> Findings:
     """Train a drawn run in a new directory, and check its records."""
+    config_in = partial(config_of, drawn, streams=streams)
     directory.mkdir()
     if drawn.strikes:
         train = train_on_hosts if drawn.is_on_hosts else train_under_strikes
@@ -118,14 +122,14 @@ def run_drawn(drawn: DrawnRun, directory: Path) -> Findings:
             if any(strike.target == "disk" for strike in drawn.strikes):
                 place = stack.enter_context(small_disk(directory / "disk", megabytes=_DISK_MB))
             run = RunDirectory(place / "run")
-            code, left, struck = train(config_of(drawn, directory), run, directory, drawn.strikes)
+            code, left, struck = train(config_in(directory), run, directory, drawn.strikes)
             spoiled = min((failure.step for failure in drawn.failures if failure.kind == "corrupt"), default=None)
             findings = look_at(run, exit_code=code, first_spoiled=spoiled, struck=struck)
             if findings.problems and place != directory:
                 shutil.copytree(run.path, directory / "run")
         return replace(findings, problems=(*findings.problems, *left))
     view = _DrainingView(RunDirectory(directory / "run"), dict(drawn.drains))
-    ended = train_here(config_of(drawn, directory), directory / "run", view=view)
+    ended = train_here(config_in(directory), directory / "run", view=view)
     return look_at(ended.run, exit_code=ended.code)
 
 
@@ -223,6 +227,7 @@ def _arguments() -> argparse.Namespace:
         "workers at random moments, fill disks, cut links between hosts or coordinators off (in network namespaces), "
         "slow workers and links down, and spoil gradients and states, too",
     )
+    parser.add_argument("--streams", action="store_true", help="read the data as a stream")
     given = parser.parse_args()
     for name in ("runs", "jobs"):
         if getattr(given, name) < 1:

@@ -21,6 +21,12 @@ def test_a_drawn_run_is_trained_as_if_nothing_had_failed(tmp_path: Path, seed: i
     assert not findings.problems
 
 
+def test_a_drawn_run_reads_a_stream(tmp_path: Path) -> None:
+    """Its reader fails in a transition."""
+    findings = run_drawn(draw(10), tmp_path / "drawn", streams=True)
+    assert not findings.problems
+
+
 @pytest.mark.parametrize("seed", [83, 302])  # strikes at most kinds of processes, and workers that are slow or wrong
 def test_a_drawn_run_outlives_its_other_processes(tmp_path: Path, seed: int) -> None:
     drawn = draw(seed, strikes=True)

@@ -56,7 +56,7 @@ START: Final = Position().to_bytes()
 """The position before the first sample."""
 
 POSITION_KEY: Final = "stream/position"
-"""The entry of the state of layer 0 that has the position of the next step, as a tensor of bytes."""
+"""The entry of the state of layer 0 that has the position of the next step, as bytes."""
 
 # The state of each stream of this process before it was iterated, by the identity of the stream, which is kept, too.
 _INITIAL: dict[int, tuple[object, Any]] = {}

@@ -10,6 +10,7 @@ reader.
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import signal
@@ -71,6 +72,8 @@ class ReadAhead:
         self._error: str | None = None
         # The step that the process gives next, and the position before it.
         self._next: tuple[int, bytes] = (0, b"")
+        # The step for which a process was started again, because one had ended by itself.
+        self._restarted_for = -1
         # (step, position before it, its samples), of the steps that have not been committed yet.
         self._read: deque[tuple[int, bytes, SamplesOfStep]] = deque()
 
@@ -83,15 +86,19 @@ class ReadAhead:
                 return
             self.close()
             self._next = step, position
-            context = get_context("fork")
-            self._pipe, sending = context.Pipe(duplex=False)
-            arguments = (self._stream, self._batch, self._seed, position, sending, os.getpid())
-            # Daemons end with this process, if that ends by itself.
-            self._process = context.Process(target=_read_main, args=arguments, daemon=True)
-            # The forked thread owns the lock, too. Held by another one, it would never be released there.
-            with generator_lock:
-                self._process.start()
-            sending.close()
+            self._start()
+
+    def _start(self) -> None:
+        """Start a process that reads the next steps."""
+        context = get_context("fork")
+        self._pipe, sending = context.Pipe(duplex=False)
+        arguments = (self._stream, self._batch, self._seed, self._next[1], sending, os.getpid())
+        # Daemons end with this process, if that ends by itself.
+        self._process = context.Process(target=_read_main, args=arguments, daemon=True)
+        # The forked thread owns the lock, too. Held by another one, it would never be released there.
+        with generator_lock:
+            self._process.start()
+        sending.close()
 
     def take(self, step: int, mover: Mover) -> SamplesOfStep:
         """Return the samples of a step, which is no other than one read before or the next one.
@@ -107,9 +114,7 @@ class ReadAhead:
                     return samples
             assert step == self._next[0], "the steps of a stream are read in order"
             assert self._pipe is not None
-            while self._error is None and not self._pipe.poll(_POLL_S):
-                mover.check()
-            found = self._error or self._receive()
+            found = self._error or self._receive(mover)
             if isinstance(found, str):
                 self._error = found
                 raise DataError(found)
@@ -117,13 +122,25 @@ class ReadAhead:
             self._next = step + 1, found.position
             return found
 
-    def _receive(self) -> SamplesOfStep | str:
+    def _receive(self, mover: Mover) -> SamplesOfStep | str:
         assert self._pipe is not None
+        while not self._pipe.poll(_POLL_S):
+            mover.check()
         try:
             found = pickle.loads(self._pipe.recv_bytes())
         except EOFError:
             self._process.join()
-            return f"the process that reads the stream has ended by itself, with exit code {self._process.exitcode}"
+            code = self._process.exitcode
+            if self._restarted_for == self._next[0]:
+                return (
+                    f"the process that reads the stream ends by itself, with exit code {code}, whenever it is started"
+                )
+            # The system may have ended it for the memory that others take.
+            print(f"the process that reads the stream has ended with exit code {code}; another is started", flush=True)
+            self._restarted_for = self._next[0]
+            self._pipe.close()
+            self._start()
+            return self._receive(mover)
         return found if isinstance(found, str) else SamplesOfStep(dict(enumerate(found[0])), found[1])
 
     def drop_before(self, step: int) -> None:
@@ -173,6 +190,8 @@ def _send(pipe: Connection, found: Any) -> None:
 
 def _detach() -> None:
     """Share nothing with the rank that this process was forked from: no connection, no handler, no threads."""
+    # Destructors of the rank's objects would wait for its threads.
+    gc.freeze()
     name_process("stream")
     for number in terminations():
         signal.signal(number, signal.SIG_DFL)
@@ -298,13 +317,18 @@ class StreamFeed:
         return {peer: own.nonzero().flatten().tolist() for peer, own in flags.items()}
 
     def _send(self, samples: SamplesOfStep, peer: int, needed: Collection[int]) -> Any:
-        state = {POSITION_KEY: torch.frombuffer(bytearray(samples.position), dtype=torch.uint8)}
+        tensors: dict[str, Tensor] = {}
         for number in needed:
             inputs, targets = samples.micro_batches[number]
-            state |= {f"inputs/{number}": inputs, f"targets/{number}": targets}
-        num_bytes = sum(tensor.nbytes for tensor in state.values())
-        communicators = self._mover.communicators
-        return send_state(state, communicators, peer=peer, tag=Tag.STREAM, device=_CPU, num_bytes=num_bytes)
+            tensors |= {f"inputs/{number}": inputs, f"targets/{number}": targets}
+        return send_state(
+            {POSITION_KEY: samples.position, **tensors},
+            self._mover.communicators,
+            peer=peer,
+            tag=Tag.STREAM,
+            device=_CPU,
+            num_bytes=sum(tensor.nbytes for tensor in tensors.values()),
+        )
 
     def _receive(self) -> None:
         """Tell the reader what this rank needs, and receive it step after step."""
@@ -314,9 +338,8 @@ class StreamFeed:
         communicators.send(flags, peer=self._reader, tag=Tag.STREAM).wait()
         for step in range(self._first_step, self._config.steps):
             state = receive_state(communicators, peer=self._reader, tag=Tag.STREAM, device=_CPU, targets={})
-            position: Tensor = state[POSITION_KEY]
             pairs = {number: (state[f"inputs/{number}"], state[f"targets/{number}"]) for number in self._needed}
-            self._add(step, SamplesOfStep(pairs, position.numpy().tobytes()))
+            self._add(step, SamplesOfStep(pairs, state[POSITION_KEY]))
 
     def _add(self, step: int, samples: SamplesOfStep) -> None:
         with self._mover.changed:

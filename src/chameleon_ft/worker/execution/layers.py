@@ -321,7 +321,6 @@ class HeldLayers:
         parameters = {f"module/{name}" for name, _ in own.module.named_parameters() if name not in own.divided}
         # It may have come from another holder in another order.
         state = sorted(self.state_of(layer).items())
-        parameters.add(POSITION_KEY)
         return {key: value for key, value in state if key in parameters or key.startswith("optimizer/")}
 
     def compared_state_of(self, layer: int) -> LayerState:
@@ -342,7 +341,7 @@ class HeldLayers:
         self._layers[layer].restore(state)
         self._optimizer.restore(layer, state)
         if (position := state.get(POSITION_KEY)) is not None:
-            self.position = position.cpu().numpy().tobytes()
+            self.position = position
 
     def restore_slices(self, layer: int, state: Mapping[str, Any]) -> None:
         """Take over what this rank owns of the slices of a layer, of which `state_of_slice` gave the state."""
@@ -351,7 +350,7 @@ class HeldLayers:
     def _position_of(self, layer: int) -> LayerState:
         if layer or not is_stream(self._job.dataset):
             return {}
-        return {POSITION_KEY: torch.frombuffer(bytearray(self.position), dtype=torch.uint8)}
+        return {POSITION_KEY: self.position}
 
     def _blank(self, layer: int) -> HeldLayer:
         is_divided = self._optimizer.owned is not None
