@@ -41,7 +41,7 @@ MAY_IMPORT = {
     "optim": set[str](),
     "config": {"errors", "registry", "workload"},
     "job": {"errors", "job_arguments", "keys", "config"},
-    "data": {"errors", "keys", "config", "job"},
+    "data": {"errors", "quantities", "keys", "config", "job"},
     "events": {"errors", "quantities"},
     "storage": {*PURE, *RECORDS},
     "protocol": {*PURE, *RECORDS},
@@ -67,7 +67,20 @@ MAY_IMPORT = {
         "simulate",
         "verify",
     },
-    "cli": {*PURE, *RECORDS, "job", "protocol", "report", "host", "worker", "launch", "simulate", "verify", "session"},
+    "cli": {
+        *PURE,
+        *RECORDS,
+        "job",
+        "data",
+        "protocol",
+        "report",
+        "host",
+        "worker",
+        "launch",
+        "simulate",
+        "verify",
+        "session",
+    },
 }
 # Modules that make a decision depend on the time, the place or the process.
 IMPURE = frozenset(

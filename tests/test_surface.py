@@ -16,7 +16,7 @@ from tests.test_docs import PAGES, ROOT, blocks
 SURFACE = {
     "": {"BoundarySpec", "ChameleonError", "ConfigError", "Job", "RunConfig", "Session", "TrainConfig", "__version__"},
     "optim": {"adamw", "rate_shares", "warmup_cosine"},
-    "data": {"SampleOrder", "read_sample"},
+    "data": {"Mixture", "SampleOrder", "open_corpus", "read_sample", "sample_order"},
     "keys": {"init_key", "step_key"},
     "models.recomputation": {"recomputable"},
     "storage.files": {"RunDirectory"},

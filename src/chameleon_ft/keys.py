@@ -40,6 +40,7 @@ class Purpose(IntEnum):
     JOB = 4
     SAMPLE = 5
     EPOCH = 6
+    MIXTURE = 7
 
 
 def random_key(seed: int, *parts: int) -> int:

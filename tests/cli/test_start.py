@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from chameleon_ft.config import TrainConfig
-from chameleon_ft.data import load_tokens
+from chameleon_ft.data import load_sources
 from chameleon_ft.errors import ConfigError, LeaseError
 from chameleon_ft.storage.checkpoints import mark_complete
 from chameleon_ft.storage.files import ControlAddress, RunDirectory
@@ -236,7 +236,7 @@ def test_a_run_goes_on_with_other_data_if_told_to(chameleon: CommandLine, config
     assert chameleon.configured(*accepted).accept_changes == ("data",)
     launched = chameleon.launched[-1].config
     assert isinstance(launched, TrainConfig)
-    assert load_tokens(launched).size == 5_000
+    assert load_sources(launched)[0].size == 5_000
     run.write_config(launched)  # as its start does
     assert chameleon.configured("train", "--resume", run.path).accept_changes == (), "for that start alone"
 

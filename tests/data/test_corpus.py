@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from chameleon_ft.config import Data, LlamaConfig, TrainConfig
-from chameleon_ft.data import DataSummary, SampleOrder, check_data, load_tokens, prepare_data
+from chameleon_ft.data import DataSummary, SampleOrder, check_data, load_sources, prepare_data
 from chameleon_ft.data.samples import TokenWindows, load_micro_batch
+from chameleon_ft.data.token_files import TokenArray, TokenShards
 from chameleon_ft.errors import DataError
 from tests.golden import refused
 
@@ -25,6 +26,12 @@ SEQ_LEN = 4
 def make_config(path: Path | str, *, kind: str = "auto", dtype: str = "uint16", vocab_size: int = 256) -> TrainConfig:
     data = Data.model_validate({"path": str(path), "format": kind, "dtype": dtype})
     return TrainConfig(data=data, model=LlamaConfig(vocab_size=vocab_size, seq_len=SEQ_LEN))
+
+
+def loaded(config: TrainConfig) -> TokenArray:
+    (tokens,) = load_sources(config)
+    assert not isinstance(tokens, TokenShards)
+    return tokens
 
 
 def write(path: Path, content: bytes | str) -> Path:
@@ -39,7 +46,7 @@ def test_a_text_file_is_its_bytes(tmp_path: Path) -> None:
 
     summary = check_data(config)
     assert summary == DataSummary(source=f"data.path {path}", kind="text", num_tokens=14, num_samples=2, num_files=1)
-    assert load_tokens(config).tobytes().decode() == "grüße, world"
+    assert loaded(config).tobytes().decode() == "grüße, world"
 
 
 def test_a_folder_is_read_in_the_order_of_names_and_skipped_files_are_listed(tmp_path: Path) -> None:
@@ -55,7 +62,7 @@ def test_a_folder_is_read_in_the_order_of_names_and_skipped_files_are_listed(tmp
     (tmp_path / "link").symlink_to(tmp_path / "a")
     config = make_config(tmp_path)
 
-    assert load_tokens(config).tobytes() == b"first\nsecond\nthird\nfourth"
+    assert loaded(config).tobytes() == b"first\nsecond\nthird\nfourth"
     summary = check_data(config)
     assert (summary.num_files, summary.num_tokens) == (4, 25)
     assert {skipped.path.name: skipped.reason for skipped in summary.skipped} == {
@@ -73,8 +80,8 @@ def test_runs_below_the_folder_are_not_trained_on(tmp_path: Path) -> None:
     for name in ("first", "second"):
         run = tmp_path / "runs" / name
         write(run / "events.jsonl", "written before the data is prepared")
-        path = prepare_data(config, run)
-        assert path.read_bytes() == b"all there is"
+        prepare_data(config, run)
+        assert (run / "data" / "text.bin").read_bytes() == b"all there is"
 
     assert check_data(config).num_files == 1
 
@@ -98,13 +105,13 @@ def test_a_folder_that_cannot_be_listed_is_reported(tmp_path: Path, monkeypatch:
 def test_a_character_may_lie_across_two_reads(tmp_path: Path) -> None:
     text = "x" * ((1 << 20) - 1) + "ü" + "x" * 10
 
-    assert load_tokens(make_config(write(tmp_path / "long.txt", text))).tobytes() == text.encode()
+    assert loaded(make_config(write(tmp_path / "long.txt", text))).tobytes() == text.encode()
 
 
 def test_without_a_path_it_is_the_standard_library() -> None:
     config = make_config("")
     summary = check_data(config)
-    text = load_tokens(config).tobytes()
+    text = loaded(config).tobytes()
 
     assert summary.kind == "text"
     assert len(text) == summary.num_tokens
@@ -126,7 +133,7 @@ def test_a_token_file_is_its_ids(tmp_path: Path, dtype: str, suffix: str) -> Non
 
     summary = check_data(config)
     assert (summary.kind, summary.num_tokens, summary.num_samples) == ("tokens", 23, 4)
-    tokens = load_tokens(config)
+    tokens = loaded(config)
     assert isinstance(tokens, np.memmap)
     assert tokens.tolist() == ids.tolist()
 
@@ -196,13 +203,14 @@ def test_tokens_need_a_file(tmp_path: Path) -> None:
 def test_a_prepared_text_stays_when_its_source_changes(tmp_path: Path) -> None:
     source = write(tmp_path / "poem.txt", "as it was at first")
     config = make_config(source).model_copy(update={"output_dir": tmp_path / "run"})
-    path = prepare_data(config, tmp_path / "run")
+    path = tmp_path / "run" / "data" / "text.bin"
+    prepare_data(config, tmp_path / "run")
     write(source, "other")
 
-    assert prepare_data(config, tmp_path / "run") == path
-    assert path.read_bytes() == load_tokens(config).tobytes() == b"as it was at first"
+    prepare_data(config, tmp_path / "run")
+    assert path.read_bytes() == loaded(config).tobytes() == b"as it was at first"
     source.unlink()
-    assert load_tokens(config).tobytes() == b"as it was at first"
+    assert loaded(config).tobytes() == b"as it was at first"
     assert sorted(file.name for file in path.parent.iterdir()) == ["source.json", "text.bin"]
 
 
@@ -212,7 +220,7 @@ def test_a_run_directory_may_be_moved(tmp_path: Path) -> None:
     (tmp_path / "run").rename(tmp_path / "elsewhere")
 
     moved = config.model_copy(update={"output_dir": tmp_path / "elsewhere"})
-    assert load_tokens(moved).tobytes() == b"moved as a whole"
+    assert loaded(moved).tobytes() == b"moved as a whole"
 
 
 def test_a_token_file_is_used_where_it_lies_and_missed_when_it_changes(tmp_path: Path) -> None:
@@ -220,10 +228,10 @@ def test_a_token_file_is_used_where_it_lies_and_missed_when_it_changes(tmp_path:
     np.arange(40, dtype=np.uint16).tofile(source)
     config = make_config(source).model_copy(update={"output_dir": tmp_path / "run"})
 
-    assert prepare_data(config, tmp_path / "run") == source
-    assert load_tokens(config).tolist() == list(range(40))
+    prepare_data(config, tmp_path / "run")
+    assert loaded(config).tolist() == list(range(40))
     np.arange(1, 41, dtype=np.uint16).tofile(source)
-    for use in (load_tokens, lambda config: prepare_data(config, tmp_path / "run")):
+    for use in (loaded, lambda config: prepare_data(config, tmp_path / "run")):
         with refused(DataError):
             use(config)
 
@@ -290,12 +298,12 @@ def test_a_mapped_data_set_travels_as_the_place_of_its_file(tmp_path: Path, suff
         np.save(path, ids)
     else:
         ids.tofile(path)
-    windows = TokenWindows(load_tokens(make_config(path)), SEQ_LEN)
+    windows = TokenWindows(loaded(make_config(path)), SEQ_LEN)
     pickled = pickle.dumps(windows)
 
     assert len(pickled) < 1000
     for copy in (pickle.loads(pickled), pickle.loads(pickle.dumps(TokenWindows(ids, SEQ_LEN)))):
         assert len(copy) == 10_000
         assert copy[9_999][0].tolist() == [49_995, 49_996, 49_997, 49_998]
-    part = pickle.loads(pickle.dumps(TokenWindows(load_tokens(make_config(path))[100:200], SEQ_LEN)))
+    part = pickle.loads(pickle.dumps(TokenWindows(loaded(make_config(path))[100:200], SEQ_LEN)))
     assert part[0][0].tolist() == [100, 101, 102, 103]

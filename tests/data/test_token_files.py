@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from chameleon_ft.data.corpus import open_tokens
+from chameleon_ft.data.token_files import open_tokens
 from chameleon_ft.errors import DataError
 from tests.examples import examples
 from tests.golden import refused

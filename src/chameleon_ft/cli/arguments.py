@@ -193,7 +193,8 @@ def parse_with_flags(
         The own arguments; and the values by key, sections as dictionaries, only those given and not validated yet.
 
     Raises:
-        ConfigError: a failure is malformed. The process ends at --help, an unknown flag and a value of a wrong type.
+        ConfigError: a failure or a mixture is malformed. The process ends at --help, an unknown flag and a value of a
+            wrong type.
     """
     both = dataclasses.make_dataclass(own.__name__, _flags(model, without), bases=(own,), frozen=True, kw_only=True)
     both.__doc__ = own.__doc__
@@ -203,6 +204,8 @@ def parse_with_flags(
     if "failures" in given:
         text = given["failures"]
         given["failures"] = [] if text == _NO_FAILURES else [_failure(part) for part in text.split(",")]
+    if "mixture" in given.get("data", {}):
+        given["data"]["mixture"] = [_source(part) for part in given["data"]["mixture"].split(",")]
     return own(**own_values), given
 
 
@@ -299,6 +302,8 @@ def _flag(name: str, info: FieldInfo) -> tuple[str, Any, Any]:
     if name == "failures":
         kind, form, default = str, "FAILURE[,FAILURE ...]", _NO_FAILURES
         text = f"{text} Each as {_FAILURE_FORM}; or {_NO_FAILURES}."
+    elif name == "mixture":
+        kind, form, default = str, "PATH=WEIGHT[,PATH=WEIGHT ...]", ""
     elif Path in {get_args(part)[0] if get_origin(part) is Annotated else part for part in get_args(kind)}:
         kind, form = str, "PATH"
     hint = "" if default in (None, "") else f"(default: {default})"
@@ -315,6 +320,14 @@ def _failure(text: str) -> dict[str, Any]:
             f'--failures "{text}": should be {_FAILURE_FORM}, such as 12:5:backward:kill; put commas between several'
         )
     return dict(zip(_FAILURE_PARTS, (int(step), int(rest[0]), *rest[1:]), strict=False))
+
+
+def _source(text: str) -> dict[str, Any]:
+    path, equals, weight = text.rpartition("=")
+    try:
+        return {"path": path, "weight": float(weight)} if equals else {"path": text}
+    except ValueError:
+        raise ConfigError(f'--data.mixture "{text}": should be PATH=WEIGHT; put commas between several') from None
 
 
 _STEPS: Final = "training is counted in --steps, and one epoch is the samples over --batch.micro-batches times "

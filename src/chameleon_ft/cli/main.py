@@ -37,6 +37,9 @@ _GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
         "plan": "Predict the time and memory of a step before anything runs.",
         "simulate": "Compare policies over months of simulated failures.",
     },
+    "prepare data": {
+        "data": "Tokenise a corpus, or look at one.",
+    },
     "look at a run, live or over": {
         "status": "Show its state: progress, pace, workers, failures, checkpoints, expected end.",
         "watch": "Show its state and its newest events until it is over.",

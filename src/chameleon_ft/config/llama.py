@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -47,19 +47,38 @@ class LlamaConfig(Section):
             yield "num_heads", f"must be a multiple of num_kv_heads = {self.num_kv_heads}; change one of them"
 
 
+class DataSource(Section):
+    """A source of a mixture."""
+
+    path: str = Field(min_length=1, description="As data.path.")
+    weight: float = Field(default=1.0, gt=0, description="Share of the samples, relative to the other sources.")
+
+
 class Data(Section):
     """The training data."""
 
     path: str = Field(
         default="",
-        description="A text file, a folder of text, or a token file; empty: the source text of Python's own library.",
+        description="A text file, a folder of text, a token file or a pattern of several, or a folder of `chameleon "
+        "data tokenize`; empty: the source text of Python's own library.",
+    )
+    mixture: Annotated[tuple[DataSource, ...], Field(strict=False)] = Field(
+        default=(), description="Several sources, each with a path and a weight, instead of path."
     )
     format: Literal["auto", "text", "tokens"] = Field(
-        default="auto", description="auto: tokens where the name ends in .bin or .npy, text otherwise."
+        default="auto",
+        description="auto: tokens where the name ends in .bin or .npy, or tokenize wrote it; text otherwise.",
     )
     dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] = Field(
         default="uint16", description="Type of the ids in a raw token file."
     )
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        if self.path and self.mixture:
+            yield "path", "is set beside mixture; put it into the mixture, or leave one of them out"
+        paths = [source.path for source in self.mixture]
+        if twice := next((path for path in paths if paths.count(path) > 1), None):
+            yield "mixture", f"has {twice} twice; give it one weight"
 
 
 class Optimizer(Section):

@@ -44,12 +44,16 @@ class SampleOrder:
 
     def ids_at(self, first: int, count: int) -> list[int]:
         """Return `count` sample ids in the order of the stream, from position `first` on."""
+        return [index for index, _ in self.draws_at(first, count)]
+
+    def draws_at(self, first: int, count: int) -> list[tuple[int, int]]:
+        """Return (sample id, epoch) of `count` positions of the stream, from `first` on."""
         # Radices of the Feistel network: the box [0, left * right) exceeds num_samples by less than `left`.
         left = isqrt(self.num_samples - 1) + 1
         right = -(-self.num_samples // left)
         keys: tuple[int, ...] = ()
         keys_epoch = -1
-        ids = []
+        draws = []
         for position in range(first, first + count):
             epoch, value = divmod(position, self.num_samples)
             if epoch != keys_epoch:
@@ -60,8 +64,8 @@ class SampleOrder:
             value = _permute_box(value, keys, left, right)
             while value >= self.num_samples:
                 value = _permute_box(value, keys, left, right)
-            ids.append(value)
-        return ids
+            draws.append((value, epoch))
+        return draws
 
 
 def read_sample(dataset: Dataset, index: int, *, seed: int, epoch: int = 0) -> TensorPair:

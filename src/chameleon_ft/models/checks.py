@@ -19,7 +19,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from chameleon_ft.data.order import SampleOrder
+from chameleon_ft.data.mixture import describe_order, sample_order
 from chameleon_ft.data.samples import SamplesInOrder
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.job import BoundarySpec, Job, is_stream
@@ -341,8 +341,8 @@ class SampleReads:
         self._ids: Sequence[int] = range(most)
         if not self._is_stream:
             size = len(job.dataset)
-            self.facts["number of samples"] = size
-            self._ids = SampleOrder(size, seed).ids(0, min(most, size))
+            self.facts |= {"number of samples": size, "order of samples": describe_order(job.dataset)}
+            self._ids = sample_order(job.dataset, seed).ids(0, min(most, size))
         for number, index in enumerate(self._ids):
             if number >= _READ_SAMPLES and time.monotonic() - begun_s > _READING_S:
                 break

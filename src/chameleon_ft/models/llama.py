@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from chameleon_ft.data.corpus import load_tokens
+from chameleon_ft.data.corpus import load_sources
+from chameleon_ft.data.mixture import Mixture
 from chameleon_ft.data.samples import TokenWindows
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.job import Job
@@ -25,6 +26,7 @@ from chameleon_ft.optim import adamw, warmup_cosine
 
 if TYPE_CHECKING:
     from chameleon_ft.config import LlamaConfig, TrainConfig
+    from chameleon_ft.job import Dataset
 
 
 _INIT_STD = 0.02
@@ -214,7 +216,7 @@ def _drop(x: Tensor, probability: float, *, training: bool) -> Tensor:
 
 
 def llama_job(config: TrainConfig) -> Job:
-    """Return the job of ``config.model`` on the data prepared in ``config.output_dir`` (see `load_tokens`).
+    """Return the job of ``config.model`` on the data prepared in ``config.output_dir`` (see `load_sources`).
 
     Raises:
         DataError: the data cannot be used.
@@ -224,7 +226,7 @@ def llama_job(config: TrainConfig) -> Job:
         layers=llama_layers(config.model),
         loss=next_token_loss,
         loss_terms=Tensor.numel,
-        dataset=TokenWindows(load_tokens(config), config.model.seq_len),
+        dataset=_dataset(config),
         optimizer=partial(
             adamw,
             lr=optimizer.lr,
@@ -243,6 +245,13 @@ def llama_job(config: TrainConfig) -> Job:
         layer_costs=layer_flops(config.model),
         tied=tied_parameters(config.model),
     )
+
+
+def _dataset(config: TrainConfig) -> Dataset:
+    windows = [TokenWindows(tokens, config.model.seq_len) for tokens in load_sources(config)]
+    if not (mixture := config.data.mixture):
+        return windows[0]
+    return Mixture([(each, source.weight) for each, source in zip(windows, mixture, strict=True)])
 
 
 _EMBEDDING = {"tokens.weight": "model.embed_tokens.weight"}

@@ -115,9 +115,11 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
         directory = _absolute_path(Path(tls))
         tls_context(directory, server=True)
         changes["control"] = config.control.model_copy(update={"tls": str(directory)})
-    if isinstance(config, TrainConfig) and config.data.path:
-        path = _absolute_path(Path(config.data.path))
-        changes["data"] = config.data.model_copy(update={"path": str(path)})
+    if isinstance(config, TrainConfig):
+        data = config.data
+        mixture = tuple(each.model_copy(update={"path": str(_absolute_path(Path(each.path)))}) for each in data.mixture)
+        path = str(_absolute_path(Path(data.path))) if data.path else ""
+        changes["data"] = data.model_copy(update={"path": path, "mixture": mixture})
     return config.model_copy(update=changes)
 
 

@@ -16,7 +16,7 @@ import xxhash
 from torch import Tensor
 
 from chameleon_ft.config import Batch, RunConfig
-from chameleon_ft.data.order import SampleOrder
+from chameleon_ft.data.mixture import sample_order
 from chameleon_ft.data.samples import load_micro_batch
 from chameleon_ft.job import Job
 from chameleon_ft.schedule import Operation, OperationKind
@@ -76,7 +76,7 @@ class DatasetReads:
     ) -> None:
         self._job = job
         self._batch = batch
-        self._order = SampleOrder(len(job.dataset), seed)
+        self._order = sample_order(job.dataset, seed)
         self._first_sample = first_sample or (lambda step: step * batch.samples)
         self._reading = reading
 
