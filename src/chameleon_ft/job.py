@@ -10,13 +10,14 @@ import importlib
 import importlib.util
 import inspect
 import math
+import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, SupportsFloat, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, Self, SupportsFloat, TypeAlias
 
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.job_arguments import ArgumentValue, JobArgument, bound_arguments, settable_arguments
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     TensorPair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
     LayerFactory: TypeAlias = Callable[[], nn.Module]
     Loss: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    Metric: TypeAlias = Callable[[torch.Tensor, torch.Tensor], SupportsFloat]
     OptimizerFactory: TypeAlias = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
 
 __all__ = [
@@ -47,6 +49,10 @@ __all__ = [
     "load_job",
     "random_key",
 ]
+
+
+RESERVED_METRICS: Final = ("loss", "perplexity")
+"""Names of what an evaluation has beside the job's own metrics."""
 
 
 class Dataset(Protocol):
@@ -160,6 +166,10 @@ class Job:
             without terms is skipped. Default: one for each sample.
         dataset: sample number -> (input, target), each a tensor of the same shape for every sample; or a `Stream` of
             such pairs, which one worker reads for all.
+        evaluation: a map-style dataset of held-out samples, of the same shapes, on which the loss and the metrics are
+            computed during training; see `[evaluation]` of the configuration. None: nothing is evaluated.
+        metrics: by name, (output of the last layer, stacked targets) -> a *sum* over the micro-batch, like `loss`, such
+            as the number of right answers. An evaluation divides the sum over all samples by their loss terms.
         optimizer: all parameters of the model, in the order of its layers -> optimizer. They are whole, with the
             attributes that a layer's factory sets, but without values: of each group a worker updates those that it
             holds. The state and the update of a parameter may depend on that parameter alone. Numbers that are counted
@@ -190,6 +200,8 @@ class Job:
     loss: Loss
     loss_terms: Callable[[torch.Tensor], SupportsFloat] = len
     dataset: Dataset | Any
+    evaluation: Dataset | None = None
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
     optimizer: OptimizerFactory
     elementwise: bool | None = None
     learning_rate: Callable[[int], float] | None = None
@@ -220,6 +232,7 @@ class Job:
             if getattr(self, name) is not None:
                 _require_callable(name, getattr(self, name))
         _check_dataset(self.dataset)
+        _check_evaluation(self.evaluation, self.metrics)
         if self.clip_norm is not None and not _is_positive(self.clip_norm):
             raise ConfigError(f"`clip_norm` is {self.clip_norm}: it must be positive, or None for no clipping")
         if self.layer_costs is not None:
@@ -353,6 +366,24 @@ def _check_dataset(dataset: Any) -> None:
         )
     if len(dataset) < 1:
         raise ConfigError("`dataset` is empty: training needs at least one sample")
+
+
+def _check_evaluation(dataset: Any, metrics: Mapping[str, Any]) -> None:
+    if dataset is None:
+        if metrics:
+            raise ConfigError("`metrics` are computed in evaluations: give `evaluation`, a dataset of held-out samples")
+        return
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise ConfigError("`evaluation` must be map-style: give it __len__ and __getitem__(i) -> (input, target)")
+    if len(dataset) < 1:
+        raise ConfigError("`evaluation` is empty: give it at least one sample, or leave it out")
+    for name, metric in metrics.items():
+        if not re.fullmatch(r"[A-Za-z_][\w.-]*", name) or name in RESERVED_METRICS:
+            raise ConfigError(
+                f"`metrics` has the name {name!r}: a name begins with a letter, has no blanks, and is none of "
+                f"{', '.join(RESERVED_METRICS)}"
+            )
+        _require_callable(f"metrics[{name!r}]", metric)
 
 
 def _described(dtype: torch.dtype, shape: Sequence[int]) -> str:

@@ -15,9 +15,10 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import torch
     from numpy.random import BitGenerator
 
-__all__ = ["Purpose", "generator_lock", "init_key", "random_key", "seeded", "step_key"]
+__all__ = ["Purpose", "generator_lock", "generators_kept", "init_key", "random_key", "seeded", "step_key"]
 
 _KEY_MASK = (1 << 63) - 1
 
@@ -81,6 +82,30 @@ def seeded(key: int) -> Iterator[None]:
             set_bit_generator(numpys)
             generator.set_state(torchs)
             _spare.append(bits)
+
+
+@contextmanager
+def generators_kept(device: torch.device) -> Iterator[None]:
+    """Let the global generators of Python, NumPy and torch, also that of `device`, go on after the block as before it.
+
+    Other threads may draw inside the block, as by `seeded`.
+    """
+    import numpy as np
+    import torch
+
+    own = None if device.type in ("cpu", "meta") else torch.get_device_module(device)
+    with generator_lock:
+        states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+        on_device = None if own is None else own.get_rng_state(device)
+    try:
+        yield
+    finally:
+        with generator_lock:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+            torch.default_generator.set_state(states[2])
+            if own is not None:
+                own.set_rng_state(on_device, device)
 
 
 def init_key(seed: int, layer: int) -> int:

@@ -52,6 +52,7 @@ _GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
     },
     "act on a live run": {
         "checkpoint": "Write a checkpoint now.",
+        "evaluate": "Evaluate its held-out samples now.",
         "drain": "Take workers out before their machine leaves.",
         "stop": "End the run, with a checkpoint.",
         "inject": "Inject a failure, to watch the run recover.",

@@ -19,6 +19,7 @@ from chameleon_ft.config.sections import (
     Control,
     DeviceName,
     Emulation,
+    Evaluation,
     Failure,
     Health,
     Loading,
@@ -117,6 +118,7 @@ class RunConfig(Section):
     recovery: Recovery = Recovery()
     timeouts: Timeouts = Timeouts()
     timelines: Timelines = Timelines()
+    evaluation: Evaluation = Evaluation()
     health: Health = Health()
     preflight: Preflight = Preflight()
     forked: Forked = Forked()

@@ -354,6 +354,15 @@ class Timelines(Section):
     )
 
 
+class Evaluation(Section):
+    """Evaluation of the job's held-out samples during training; see docs/evaluation.md."""
+
+    every: int = Field(default=0, ge=0, description="Steps between two evaluations; 0: only on request.")
+    samples: int | None = Field(
+        default=None, ge=1, description="Samples to evaluate, the first of the data set; by default all of them."
+    )
+
+
 class Emulation(Section):
     """Settings of emulated devices."""
 
@@ -420,6 +429,7 @@ FailurePhase = Literal[
     "sync",
     "vote",
     "optimizer",
+    "evaluation",
     "gather",
     "recovery",
     "rest",

@@ -78,7 +78,10 @@ class Coordinator:
         self._end: asyncio.Future[tuple[RunStatus, str]] = asyncio.get_running_loop().create_future()
         self._clock_ahead_s = 0.0
         versions = {**setup.job.versions, "chameleon": chameleon_ft.__version__}
-        settings = Settings.of(config, run, num_layers=setup.job.num_layers, versions=versions)
+        job = setup.job
+        settings = Settings.of(
+            config, run, num_layers=job.num_layers, versions=versions, has_evaluation=job.has_evaluation
+        )
         self.state = State.before(
             settings,
             last_generation=run.last_generation(),

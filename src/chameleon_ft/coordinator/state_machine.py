@@ -15,6 +15,7 @@ from chameleon_ft.coordinator.handlers import (
     checkpoints,
     drains,
     endings,
+    evaluations,
     gathering,
     health,
     incidents,
@@ -227,6 +228,8 @@ def _received(draft: Draft, connection: int, message: Message) -> None:
             drains.drain(draft, connection, message)
         case messages.SaveCheckpoint():
             checkpoints.save(draft, connection, message)
+        case messages.Evaluate():
+            evaluations.evaluate(draft, connection, message)
         case messages.Finish():
             endings.finish(draft, connection, message)
         case messages.WorkerExited() | messages.ProcessState() | messages.HangEvidence() if (
@@ -254,6 +257,8 @@ def _worker_message(draft: Draft, worker: Worker, message: Message) -> None:
             switches.prepared(draft, worker.id, message)
         case messages.Committed():
             progress.committed(draft, worker, message)
+        case messages.Evaluated():
+            evaluations.evaluated(draft, worker, message)
         case messages.Position():
             _judge(draft, worker, message)
         case messages.Quiesced() if message.generation == generation:

@@ -68,6 +68,15 @@ class SampleOrder:
         return draws
 
 
+@dataclass(frozen=True, slots=True)
+class EvaluationOrder(SampleOrder):
+    """The samples of an evaluation, from the first to the last, which then fills the last micro-batch."""
+
+    def draws_at(self, first: int, count: int) -> list[tuple[int, int]]:
+        """See `SampleOrder`; a sample is evaluated as it is read first."""
+        return [(min(position, self.num_samples - 1), 0) for position in range(first, first + count)]
+
+
 def read_sample(dataset: Dataset, index: int, *, seed: int, epoch: int = 0) -> TensorPair:
     """Return sample `index` as every worker reads it, with the random numbers of one draw for each epoch.
 

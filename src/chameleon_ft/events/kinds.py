@@ -428,6 +428,16 @@ class EmptyStep(Event):
     step: Count
 
 
+# --- evaluations ---------------------------------------------------------------------------------------------------
+
+
+@event("evaluating")
+class Evaluating(Event):
+    """All workers evaluate the state after `step`; an [event](evaluation.md) `evaluation` follows."""
+
+    step: Count
+
+
 # --- checkpoints and snapshots ---------------------------------------------------------------------------------------
 
 

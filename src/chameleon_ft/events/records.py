@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import BeforeValidator, Field
@@ -222,6 +222,35 @@ class JoinRecord(Event):
     resume_step: int
     moved_bytes: int
     rounds: int
+
+
+@event("evaluation")
+class Evaluation(Event):
+    """The held-out samples were [evaluated](evaluation.md) with the weights after `step`.
+
+    `loss` and the job's own `metrics` are means over the loss `terms` of `samples`, null if they are no finite number.
+    `perplexity` is that of a language model: of whole numbers as targets, of which a sample has several. It took
+    `seconds`, in `generation`.
+    """
+
+    step: Count
+    loss: Number | None
+    perplexity: Number | None = None
+    metrics: Mapping[str, Number | None] = field(default_factory=dict)
+    samples: Count
+    terms: Number
+    seconds: Number
+    generation: Count
+
+    def describe(self) -> str:
+        """Return "after step 99: loss 2.3026, perplexity 10.00, accuracy 0.1"."""
+        named = {"loss": self.loss, "perplexity": self.perplexity, **self.metrics}
+        values = ", ".join(
+            f"{name} {'is no finite number' if value is None else f'{value:.5g}'}"
+            for name, value in named.items()
+            if value is not None or name != "perplexity"
+        )
+        return f"after step {self.step}: {values}"
 
 
 @event("outcome")

@@ -22,12 +22,13 @@ from chameleon_ft.events import kinds
 from chameleon_ft.events.base import Event
 from chameleon_ft.events.decisions import PlanInForce
 from chameleon_ft.events.lines import Record
-from chameleon_ft.events.records import FailureRecord
+from chameleon_ft.events.records import Evaluation, FailureRecord
 from chameleon_ft.protocol.codec import decode, encode
 from chameleon_ft.protocol.connection import blocking_connection
 from chameleon_ft.protocol.messages import (
     CheckpointState,
     Drain,
+    Evaluate,
     Finish,
     Inject,
     Message,
@@ -83,6 +84,29 @@ def checkpoint(run: RunDirectory) -> int:
     committed = _granted(run, SaveCheckpoint()).committed
     assert committed is not None
     return committed
+
+
+def evaluate(run: RunDirectory) -> int:
+    """Ask the run's coordinator for an evaluation, and return the number of steps that are committed by then.
+
+    Raises what `drain` raises.
+    """
+    committed = _granted(run, Evaluate()).committed
+    assert committed is not None
+    return committed
+
+
+def wait_until_evaluated(run: RunDirectory, *, after: int) -> Evaluation | None:
+    """Wait for an evaluation, by the run's events without the first `after`; None if the run is over without one.
+
+    Raises ConfigError or ControlError if the coordinator is lost, and none leads for long.
+    """
+
+    def found() -> Evaluation | None:
+        return next((event for event in _events(run)[after:] if isinstance(event, Evaluation)), None)
+
+    _wait(run, lambda _: found() is not None)
+    return found()
 
 
 def stop(run: RunDirectory, *, at_once: bool = False) -> None:

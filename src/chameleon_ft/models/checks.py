@@ -20,11 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from chameleon_ft.data.mixture import describe_order, sample_order
-from chameleon_ft.data.samples import SamplesInOrder
+from chameleon_ft.data.order import EvaluationOrder, read_sample
+from chameleon_ft.data.samples import SamplesInOrder, load_micro_batch
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.job import BoundarySpec, Job, is_stream
 from chameleon_ft.job_record import Fact, JobRecord
-from chameleon_ft.keys import generator_lock
+from chameleon_ft.keys import generator_lock, generators_kept
 from chameleon_ft.models.build import (
     OtherGenerators,
     build_layer,
@@ -534,3 +535,41 @@ def check_learning_rate(job: Job) -> None:
             "from the number of the step alone, or attach a scheduler of torch to the optimizer, by "
             "`optimizer.register_step_post_hook(lambda *_: schedule.step())`"
         )
+
+
+def check_evaluation(
+    job: Job, output: BoundarySpec | None, micro_batch_size: int, *, device: torch.device, seed: int = 0
+) -> None:
+    """Compare the first held-out sample with one of training, and compute the metrics of the first micro-batch.
+
+    Args:
+        output: of the last layer, in place of which random numbers are taken; None: no metric is computed.
+
+    Raises:
+        ConfigError: it has other shapes or types, or a metric cannot be computed, or is no number.
+    """
+    assert job.evaluation is not None
+    (trained,) = SamplesInOrder(job.dataset, seed).read(0, 1)
+    held_out = read_sample(job.evaluation, 0, seed=seed)
+    for name, one, other in zip(("input", "target"), trained, held_out, strict=False):
+        if (one.shape, one.dtype) != (other.shape, other.dtype):
+            raise ConfigError(
+                f"`evaluation` has the {name} {tuple(other.shape)} of {other.dtype}, and `dataset` {tuple(one.shape)} "
+                f"of {one.dtype}: give both the same shapes and types, because layers return one shape"
+            )
+    if output is None:
+        return
+    order = EvaluationOrder(len(job.evaluation), seed)
+    targets = load_micro_batch(job.evaluation, order, 0, micro_batch_size)[1].to(device)
+    with generators_kept(device), torch.no_grad():
+        made = torch.rand(output.shape).to(device=device, dtype=output.dtype)
+        made = made.float() if job.precision.is_lower and made.is_floating_point() else made
+        for name, metric in job.metrics.items():
+            try:
+                float(metric(made, targets))
+            except Exception as error:
+                raise ConfigError(
+                    f"metrics[{name!r}] of an output of shape {output.shape} and targets of shape "
+                    f"{tuple(targets.shape)} cannot be computed ({type(error).__name__}: {error}); let it take the "
+                    "output of the last layer and the stacked targets, and return their sum, a number"
+                ) from error

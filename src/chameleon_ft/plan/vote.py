@@ -22,6 +22,7 @@ class Vote:
         snapshot: All ranks take a snapshot after this step.
         data_wait_s: seconds in which the slowest of the ranks read samples.
         checked: The state before the step was compared between the holders of each layer, and agreed.
+        evaluate: All ranks evaluate the state after this step; if another generation follows, at its beginning.
     """
 
     grad_square_sum: float
@@ -36,6 +37,12 @@ class Vote:
     snapshot: bool = False
     data_wait_s: float = 0.0
     checked: bool = False
+    evaluate: bool = False
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether ranks evaluate the state after this step: not at an end that was asked for."""
+        return self.evaluate and not self.finish
 
     @property
     def takes_snapshot(self) -> bool:

@@ -50,6 +50,7 @@ class JobInfo:
     tied: tuple[TiedParameters, ...] = ()  # parameters that layers share
     undivided: str = ""  # name of the optimizer, if holders of a layer cannot share its state; otherwise empty
     hints: tuple[str, ...] = ()  # what seems wrong with the job, and does not prevent a run
+    has_evaluation: bool = False  # whether it has samples to evaluate
     built_in_full: tuple[int, ...] = ()  # layers that are initialised even if a state is loaded into them
     device: str = ""  # name of the device, as it reports it; empty if this host has no such device
     record: JobRecord = field(default_factory=JobRecord)  # kept with checkpoints

@@ -131,6 +131,23 @@ class BeginCheckpoint(Message):
     request: int
 
 
+class Evaluate(Message):
+    """Evaluate after the current step, or the next one, whatever the configured interval.
+
+    A command asks for it. The answer is this message with `committed`, or `Refused`.
+    """
+
+    type: Literal["evaluate"] = "evaluate"
+    committed: int | None = None  # steps that are committed: these or more are trained when it is evaluated
+
+
+class BeginEvaluation(Message):
+    """Evaluate after the first step at whose vote all ranks know this request; see `BeginCheckpoint`."""
+
+    type: Literal["begin_evaluation"] = "begin_evaluation"
+    request: int
+
+
 class BeginSnapshot(Message):
     """Take a snapshot after the first step at whose vote all ranks know this request; see `BeginCheckpoint`."""
 
@@ -206,6 +223,7 @@ class Begin(Message):
     type: Literal["begin"] = "begin"
     generation: int
     first_step: int
+    evaluate: bool = False  # whether it begins with an evaluation
 
 
 class Discard(Message):
@@ -444,6 +462,21 @@ class Committed(Message):
     lr: float
     step_s: float
     times: OperationTimes
+
+
+class Evaluated(Message):
+    """The ranks have evaluated the state after `step`; the sums are those over all samples, the same of every rank."""
+
+    type: Literal["evaluated"] = "evaluated"
+    generation: int
+    step: int
+    loss: float
+    terms: float
+    samples: int
+    labels: float  # terms whose targets are whole numbers
+    metrics: tuple[tuple[str, float], ...]  # by the names of the job
+    seconds: float
+    longest_s: float  # the longest operation of this rank
 
 
 class Publish(Message):

@@ -111,6 +111,7 @@ class WorkerOrders:
         load: fresh weights, the state that it holds, the snapshot of step `first_step`, or this step's checkpoint.
         transition: its part in it, if the placement changes before the generation trains.
         finish: No step is trained, and the state is written as the last checkpoint.
+        evaluate: The state that it begins with is evaluated before the first step.
         skipped: steps that are known to be bad: nothing is computed of them.
         rest: with "keep", if step `first_step` was interrupted, what remains of it.
         sharding: the owners of slices of the optimizer's state; None if each holder of a layer has all.
@@ -131,6 +132,7 @@ class WorkerOrders:
     load: Load = "keep"
     transition: TransitionOrders | None = None
     finish: bool = False
+    evaluate: bool = False
     skipped: tuple[int, ...] = ()
     rest: RestOrders | None = None
     sharding: Shared[Sharding | None] = None
@@ -210,6 +212,7 @@ class GenerationSpec:
         load: the state that workers begin with.
         roll_forward: the vote with which workers that lag behind apply step ``first_step - 1``.
         gather: Owners of slices send updated parameters once more, because some have not arrived.
+        evaluate: The state that it begins with is evaluated before the first step.
         transition: the change of placement before the generation trains; None if the placement stays.
         restoration: how workers come to hold the snapshot again, if they begin with one.
         lost_layers: layers that no live worker held after the loss.
@@ -237,6 +240,7 @@ class GenerationSpec:
     load: Load = "keep"
     roll_forward: Vote | None = None
     gather: bool = False
+    evaluate: bool = False
     transition: PlannedTransition | None = None
     restoration: Restoration | None = None
     lost_layers: tuple[int, ...] = ()
@@ -343,6 +347,7 @@ class GenerationSpec:
                 load=self.load,
                 transition=transitions.get(worker),
                 finish=finish,
+                evaluate=self.evaluate,
                 skipped=skipped,
                 rest=rests.get(worker),
                 sharding=self.sharding,

@@ -21,6 +21,7 @@ _T = TypeVar("_T", bound=Event)
 ROUTINE: Final[tuple[type[Event], ...]] = (
     *(records.Started, decisions.PlanInForce, decisions.Prepared, decisions.DecisionEvent, records.OutcomeRecord),
     *(decisions.Transition, decisions.Migration, kinds.CheckpointComplete, kinds.SnapshotComplete, kinds.Finished),
+    *(kinds.Evaluating, records.Evaluation),
     *(kinds.Respawn, kinds.HostJoined, kinds.Joined, records.JoinRecord, kinds.Draining, kinds.Drained),
     *(kinds.HostDrained, kinds.Left, kinds.Interrupt, kinds.Termination),
     # The parts of incidents.

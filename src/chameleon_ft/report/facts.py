@@ -32,6 +32,12 @@ def _facts(report: RunReport) -> Iterator[tuple[str, str]]:
         age = "" if report.last_step_age_s is None else f", {duration(report.last_step_age_s)} ago"
         share = (last.step + 1) / report.steps
         yield "step", f"{last.step:,} of {report.steps:,} ({share:.1%}), {loss}{age}"
+    if (evaluation := report.evaluation) is not None:
+        best = report.best_evaluation
+        note = (
+            "" if best is None or best is evaluation else f"; the best loss is {best.loss:.5g}, after step {best.step}"
+        )
+        yield "evaluation", f"{evaluation.describe()}{note}"
     unit = report.unit
     if (pace := report.pace) is not None:
         yield "pace", f"{duration(pace.step_s)} a step, {pace.tokens_per_s:,.0f} {unit}/s, over {pace.since}"

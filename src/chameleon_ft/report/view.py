@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -15,6 +15,7 @@ from chameleon_ft.events import decisions, kinds
 from chameleon_ft.events.base import Event
 from chameleon_ft.events.lines import Record
 from chameleon_ft.events.records import (
+    Evaluation,
     FailureCostRecord,
     FailureRecord,
     OutcomeRecord,
@@ -132,11 +133,14 @@ class WorkerBoard:
                 self.speeds.pop(worker, None)
 
 
-Condition: TypeAlias = Literal["waiting", "training", "reading", "recovering", "silent", "lost"] | RunStatus
+Condition: TypeAlias = (
+    Literal["waiting", "training", "evaluating", "reading", "recovering", "silent", "lost"] | RunStatus
+)
 
 CONDITIONS: Final[Mapping[Condition, str]] = {
     "waiting": "workers are joining, or load their layers",
     "training": "steps are committed",
+    "evaluating": "the held-out samples are evaluated",
     "reading": "a sample takes long to read, and no step has been committed since",
     "recovering": "a worker is lost, and no step has been committed since",
     "silent": "no record for ten usual steps, and at least ten seconds",
@@ -225,6 +229,8 @@ class RunReport:
         checkpoint: the newest complete one.
         checkpoint_error: why the one after it failed, or cannot be read; None if none has.
         snapshot: the newest complete one.
+        evaluation: the newest one; None if there is none.
+        best_evaluation: the one with the least loss, the earliest if several have it.
         costs: The costs of failures.
         next_failure_s: expected seconds until the next failure.
     """
@@ -250,6 +256,8 @@ class RunReport:
     checkpoint: Saved | None
     checkpoint_error: str | None
     snapshot: Saved | None
+    evaluation: Evaluation | None
+    best_evaluation: Evaluation | None
     costs: Costs
     next_failure_s: float | None
 
@@ -284,6 +292,12 @@ _SILENT_S: Final = 10.0
 _PHASES: Final = ("detect_s", "stop_s", "decide_s", "regroup_s", "transfer_s")
 
 
+def best_of(evaluations: Iterable[Evaluation]) -> Evaluation | None:
+    """Return the first evaluation with the least loss; None if none has a loss."""
+    known = (each for each in evaluations if each.loss is not None)
+    return min(known, key=lambda each: each.loss or 0.0, default=None)
+
+
 class RunView:
     """The story of a run: `add` takes in its records in their order, and all that shows a run reads the rest.
 
@@ -298,6 +312,7 @@ class RunView:
         incidents: The lost workers, and what was done.
         conditions: Other problems.
         outcome: The newest measured outcome of a decision; None if there is none.
+        evaluations: The evaluations by their steps, the newest of each.
         arriving: Layers that move to a worker while the run trains, such as "0-3, 7", by its number.
         ending: How the run ended; None while it is live.
         latest: Time of the newest record, in Unix seconds of the clock of the records; None before the first.
@@ -324,6 +339,8 @@ class RunView:
         # Workers that are lost, and the text of a sample that takes long to read, with no step committed since.
         self._unresolved: list[int] = []
         self._reading = ""
+        self._is_evaluating = False
+        self.evaluations: dict[int, Evaluation] = {}
         self._generation, self._policy = 0, ""
         self._saved: dict[str, Saved] = {}
         self._error: str | None = None
@@ -349,7 +366,7 @@ class RunView:
         if isinstance(record, StepRecord):
             self.steps.add(record)
             self._unresolved.clear()
-            self._reading = ""
+            self._reading, self._is_evaluating = "", False
         else:
             self.events.append(record)
             self.counts[type(record)] += 1
@@ -406,6 +423,8 @@ class RunView:
             checkpoint=self._saved.get("checkpoint"),
             checkpoint_error=self._error,
             snapshot=self._saved.get("snapshot"),
+            evaluation=next(reversed(self.evaluations.values()), None),
+            best_evaluation=best_of(self.evaluations.values()),
             costs=self._costs,
             next_failure_s=None if has_ended else self._next_failure_s(count),
         )
@@ -427,7 +446,14 @@ class RunView:
                 self._began = time if self._began is None else self._began
                 self._session, self.ending, self._total_steps = time, None, steps
                 self._unresolved.clear()
-                self._reading = ""
+                self._reading, self._is_evaluating = "", False
+            case kinds.Evaluating():
+                self._is_evaluating = True
+            case Evaluation(step=step):
+                self._is_evaluating = False
+                # Of one that is trained again after a return to a checkpoint, and of later ones, the old do not count.
+                self.evaluations = {number: each for number, each in self.evaluations.items() if number < step}
+                self.evaluations[step] = event
             case kinds.Waiting(limit_s=float()):
                 self._reading = f"worker {event.worker} has been {event.doing} for {duration(event.since_s)}"
             case decisions.PlanInForce(generation=generation, policy=policy):
@@ -465,6 +491,8 @@ class RunView:
             return "recovering", f"lost {numbers}; no step is committed since"
         if self._reading:
             return "reading", self._reading
+        if self._is_evaluating:
+            return "evaluating", ""
         pace, latest = self.steps.recent, self.latest or now
         limit_s = max(_SILENT_S, _SILENT_STEPS * (0.0 if pace is None else pace.step_s))
         if now - latest > limit_s:

@@ -12,7 +12,7 @@ from chameleon_ft.schedule.best import (
 from chameleon_ft.schedule.check import check_program, check_rest
 from chameleon_ft.schedule.list_scheduler import InFlightLimit, default_limits
 from chameleon_ft.schedule.network import CostModel, PipelineTimes, TimedOperation, Timeline, replay
-from chameleon_ft.schedule.program import Operation, OperationKind, Program
+from chameleon_ft.schedule.program import Operation, OperationKind, Program, forwards_of
 from chameleon_ft.schedule.rest import Resend, ScheduledRest, rest_schedules
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "check_program",
     "check_rest",
     "default_limits",
+    "forwards_of",
     "list_schedule",
     "pipeline_schedule",
     "replay",

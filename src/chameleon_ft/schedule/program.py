@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache
 from itertools import accumulate, pairwise
@@ -97,6 +97,31 @@ class Operation:
             hop + 1 == len(hops),
             None if again is None else again.intersection(hops[hop].layers),
         )
+
+
+def forwards_of(operations: Iterable[Operation], *, micro_batches: int, count: int) -> tuple[Operation, ...]:
+    """Return the program of a worker that runs the forwards of `count` other micro-batches, on the same routes.
+
+    It runs the forwards of the step round after round, with as many micro-batches in each as the step has. The last
+    round may have fewer: their routes are spread over those of the step, of which neighbours share a pipeline. As a
+    part of the step's program it receives messages in the order in which they are sent, and does not deadlock.
+
+    Args:
+        operations: those of the worker in a step.
+        micro_batches: micro-batches of a step.
+        count: micro-batches to run, numbered from 0.
+    """
+    forwards = [each for each in operations if each.kind is OperationKind.FORWARD]
+    found: list[Operation] = []
+    for first in range(0, count, micro_batches):
+        size = min(micro_batches, count - first)
+        number_of = {number * micro_batches // size: first + number for number in range(size)}
+        found += (
+            replace(each, micro_batch=number_of[each.micro_batch], recompute=None)
+            for each in forwards
+            if each.micro_batch in number_of
+        )
+    return tuple(found)
 
 
 KINDS: Final = tuple(OperationKind)

@@ -16,9 +16,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from chameleon_ft.config import FailureKind, FailurePhase, RunConfig
-from chameleon_ft.errors import CheckpointError, ConfigError, RunFailedError
+from chameleon_ft.errors import CheckpointError, ConfigError, ControlError, RunFailedError
 from chameleon_ft.events.base import Event
-from chameleon_ft.events.records import RunStatus, StepRecord
+from chameleon_ft.events.records import Evaluation, RunStatus, StepRecord
 from chameleon_ft.job_arguments import as_setting
 from chameleon_ft.report.follower import RunWatcher
 from chameleon_ft.report.view import RunReport
@@ -237,6 +237,22 @@ class Session:
         before = live_run.count_events(run)
         committed = live_run.checkpoint(run)
         return live_run.wait_until_saved(run, committed, after=before) if wait else None
+
+    def evaluate(self) -> Evaluation:
+        """Have the held-out samples evaluated after the current step or the next one; return the result.
+
+        Raises:
+            ControlError: The job has no samples to evaluate, or the run ends before.
+        """
+        from chameleon_ft.launch import live_run
+
+        run = self._run_to_wait_for(wait=True)
+        before = live_run.count_events(run)
+        live_run.evaluate(run)
+        found = live_run.wait_until_evaluated(run, after=before)
+        if found is None:
+            raise ControlError(f"{run.path}: the run was over before the evaluation")
+        return found
 
     def drain(self, workers: Collection[int] = (), *, host: str | None = None, wait: bool = True) -> tuple[int, ...]:
         """Take workers out of the run, those of a host included, without repeating a step; return all that leave."""

@@ -33,6 +33,7 @@ from chameleon_ft.protocol.connection import ControlConnection
 from chameleon_ft.protocol.messages import (
     Begin,
     BeginCheckpoint,
+    BeginEvaluation,
     BeginSnapshot,
     Discard,
     Drain,
@@ -187,7 +188,7 @@ class ControlClient:
         orders: Orders in the sequence they arrived.
         preparations: Orders to prepare a generation during training, to discard it, or to move layers; likewise.
         finishing: The run shall end after the current step.
-        checkpoint_request, snapshot_request: The numbers of the newest requests; 0 before the first.
+        checkpoint_request, snapshot_request, evaluation_request: The number of the newest request; 0 before the first.
         snapshot_resolved: The control thread calls it with a snapshot's step and whether it is complete, once known.
         switch_to: The newest generation that all ranks have prepared, to begin once the current step is applied.
     """
@@ -226,7 +227,7 @@ class ControlClient:
         self.orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
         self.preparations: queue.SimpleQueue[Prepare | Migrate | Discard] = queue.SimpleQueue()
         self.finishing = False
-        self.checkpoint_request = self.snapshot_request = 0
+        self.checkpoint_request = self.snapshot_request = self.evaluation_request = 0
         self.snapshot_resolved: Callable[..., None] = lambda step, *, is_complete: None
         self.switch_to = 0
 
@@ -341,6 +342,8 @@ class ControlClient:
                 self.finishing = True
             case BeginCheckpoint(request=request):
                 self.checkpoint_request = request
+            case BeginEvaluation(request=request):
+                self.evaluation_request = request
             case BeginSnapshot(request=request):
                 self.snapshot_request = request
             case SnapshotResolved(step=step, is_complete=is_complete):

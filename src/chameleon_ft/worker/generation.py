@@ -35,9 +35,9 @@ class Generation:
     def number(self) -> int:
         return self.order.generation
 
-    def begin_at(self, first_step: int) -> None:
-        """Note the first step, which is not known before the switch."""
-        self.order = replace(self.order, first_step=first_step)
+    def begin_at(self, first_step: int, *, evaluate: bool) -> None:
+        """Note the first step, and whether an evaluation comes before it, which is not known before the switch."""
+        self.order = replace(self.order, first_step=first_step, evaluate=evaluate)
 
     def open(self, rendezvous: Rendezvous) -> None:
         """Connect with all participants. Raises CommunicationError."""

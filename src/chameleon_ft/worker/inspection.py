@@ -21,6 +21,7 @@ from chameleon_ft.models.build import gradient_bytes, layers_built_in_full, para
 from chameleon_ft.models.checks import (
     SampleReads,
     boundary_specs,
+    check_evaluation,
     check_learning_rate,
     check_loss,
     check_separate_parameters,
@@ -116,6 +117,14 @@ def _inspect_job(config: RunConfig) -> JobInfo:
         loss, more = check_loss(job, boundaries[-1], size, device=run_on, seed=config.seed)
         hints += more
         outputs = {"loss for the same samples and outputs": loss, **outputs}
+    if job.evaluation is not None:
+        output = None if run_on.type == "meta" else boundaries[-1]
+        check_evaluation(job, output, size, device=run_on, seed=config.seed)
+    elif config.evaluation.every:
+        raise ConfigError(
+            f"evaluation.every = {config.evaluation.every}: the job has no samples to evaluate; give it `evaluation`, "
+            "a dataset of held-out samples, or leave the setting out"
+        )
     check_learning_rate(job)
     # Some time after they were read, or the clock might not have moved.
     samples.check()
@@ -140,6 +149,7 @@ def _inspect_job(config: RunConfig) -> JobInfo:
         undivided=undivided,
         hints=tuple(hints),
         built_in_full=layers_built_in_full(job, config.seed),
+        has_evaluation=job.evaluation is not None,
         device=device,
         record=record_of(job, config, samples=samples.facts, outputs=outputs, device=run_on),
         arguments=FrozenMap({name: as_setting(job.arguments[name]) for name in config.job_arguments}),

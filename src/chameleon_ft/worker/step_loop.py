@@ -11,7 +11,7 @@ from chameleon_ft.clock import unix_s
 from chameleon_ft.config import RunConfig
 from chameleon_ft.errors import ChameleonError, ControlError
 from chameleon_ft.plan.vote import Vote
-from chameleon_ft.protocol.messages import LEFT_OUT, BadStep, CheckpointSaved, Committed
+from chameleon_ft.protocol.messages import LEFT_OUT, BadStep, CheckpointSaved, Committed, Evaluated
 from chameleon_ft.recovery.generation import RestOrders
 from chameleon_ft.sync import ADDS_TO_GRADIENTS
 from chameleon_ft.worker.checkpoint import CheckpointWriter
@@ -20,9 +20,10 @@ from chameleon_ft.worker.control_client import ControlClient
 from chameleon_ft.worker.device import wait_for_stream
 from chameleon_ft.worker.execution.bad_steps import BadStepError, Repetition, as_job_errors
 from chameleon_ft.worker.execution.commit import AppliedStep, CommitContext, Committer, ComputedStep, StateCheck, Wishes
+from chameleon_ft.worker.execution.evaluation import Evaluator
 from chameleon_ft.worker.execution.executor import Executor
 from chameleon_ft.worker.execution.reductions import Reductions
-from chameleon_ft.worker.execution.steps import StepRecorder, StepStats
+from chameleon_ft.worker.execution.steps import StepRecorder, StepState, StepStats
 from chameleon_ft.worker.generation import Generation
 from chameleon_ft.worker.mover import Mover
 from chameleon_ft.worker.snapshots import SnapshotTaker
@@ -56,6 +57,7 @@ class StepLoop:
     generation: Generation
     committer: Committer
     executor: Executor
+    evaluator: Evaluator | None
     mover: Mover
     migration: LayerMigration
     snapshots: SnapshotTaker | None
@@ -76,6 +78,8 @@ class StepLoop:
         order = self.generation.order
         if order.finish:
             return Outcome.FINISHED
+        if order.evaluate:
+            self._evaluate()
         vote: Vote | None = None
         if order.roll_forward is not None and order.roll_forward.checkpoint:
             self._begin_checkpoint()
@@ -83,6 +87,7 @@ class StepLoop:
         if order.rest is not None:
             try:
                 vote = self._rest_of_step(order.rest)
+                self._evaluate_after(vote)
             except BadStepError as error:
                 bad = error
         try:
@@ -105,8 +110,41 @@ class StepLoop:
                     return Outcome.OVER
                 vote = self._step(reductions) if bad is None else self._repeat(reductions, bad)
                 bad = None
+                self._evaluate_after(vote)
             committer.await_parameters()
         return Outcome.FINISHED
+
+    def _evaluate_after(self, vote: Vote) -> None:
+        """Evaluate after a step with this vote, if all do; after a switch, the next generation begins with that."""
+        if vote.evaluates and (not vote.switch or self.committer.committed >= self.config.steps):
+            self._evaluate()
+
+    def _evaluate(self) -> None:
+        """Evaluate the present state with all workers of the generation, and report the sums."""
+        assert self.evaluator is not None
+        start_s, step = time.perf_counter(), self.committer.committed - 1
+        state = StepState(step)
+        try:
+            with as_job_errors():
+                sums, stats = self.evaluator.run(
+                    self.executor, state, self.generation.order.operations, after=self._between_operations
+                )
+            total = sums.of_ballot(self.committer.total(sums.ballot(), self._commit_context()))
+        finally:
+            state.in_flight.clear()
+        self.client.send(
+            Evaluated(
+                generation=self.generation.number,
+                step=step,
+                loss=total.loss,
+                terms=total.terms,
+                samples=round(total.samples),
+                labels=total.labels,
+                metrics=tuple(total.metrics.items()),
+                seconds=time.perf_counter() - start_s,
+                longest_s=stats.operation_times().longest_s,
+            )
+        )
 
     def submit_checkpoint(self) -> None:
         """Copy this worker's share of the layers it holds, and have them written in the background."""
@@ -243,12 +281,15 @@ class StepLoop:
 
         def after(count: int) -> None:
             reductions.after(count)
-            self.mover.carry_out_deliveries()
-            # Operations without a message would run on, while all other workers wait for this one.
-            if self.client.is_over(self.generation.number):
-                raise CommunicationError(None, "the generation is over")
+            self._between_operations(count)
 
         return after
+
+    def _between_operations(self, _: int) -> None:
+        self.mover.carry_out_deliveries()
+        # Operations without a message would run on, while all other workers wait for this one.
+        if self.client.is_over(self.generation.number):
+            raise CommunicationError(None, "the generation is over")
 
     def _commit_context(self) -> CommitContext:
         return CommitContext(
@@ -267,7 +308,14 @@ class StepLoop:
 
         def wishes() -> Wishes:
             switch = self.client.switch_to > self.generation.number
-            return Wishes(finish=finish, switch=switch, checkpoint=checkpoint, snapshot=self._snapshot_is_due())
+            return Wishes(
+                finish=finish,
+                switch=switch,
+                checkpoint=checkpoint,
+                snapshot=self._snapshot_is_due(),
+                evaluate=self.evaluator is not None
+                and self.evaluator.is_due(self.committer.committed + 1, request=self.client.evaluation_request),
+            )
 
         stats = computed.stats
         applied = self.committer.commit(computed, self._commit_context(), wishes)

@@ -35,6 +35,7 @@ from chameleon_ft.worker.context import RankContext
 from chameleon_ft.worker.control_client import ControlClient
 from chameleon_ft.worker.execution.bad_steps import BadStepError, JobError, noting
 from chameleon_ft.worker.execution.commit import Committer, StateCheck, StateDiffersError
+from chameleon_ft.worker.execution.evaluation import Evaluator
 from chameleon_ft.worker.execution.executor import Executor
 from chameleon_ft.worker.execution.micro_batches import DatasetReads, MicroBatches, SampleSource
 from chameleon_ft.worker.execution.steps import StepRecorder
@@ -72,6 +73,7 @@ class Trainer:
             self._stream = ReadAhead(rank.job.dataset, config.batch, seed=config.seed)
         else:
             self._micro_batches = MicroBatches(self._dataset_source(loaders), rank.device)
+        self._evaluator = None if rank.job.evaluation is None else Evaluator(rank, config, reading=self._reading)
         self._state = RankState(rank, config, run, client)
         client.snapshot_resolved = self._state.snapshots.resolve
         self._has_quiesced = False
@@ -143,7 +145,7 @@ class Trainer:
                         self._close_former()
                         prepared = self._preparations.take(order.generation)
                         if prepared is not None:
-                            prepared.begin_at(order.first_step)
+                            prepared.begin_at(order.first_step, evaluate=order.evaluate)
                             self._train_from(prepared)
                     case _:
                         raise ControlError(f"a joined rank does not expect {order.type!r}")
@@ -265,7 +267,8 @@ class Trainer:
             time.sleep(_POLL_S)
         following = self._preparations.take(self._client.switch_to)
         if following is not None:
-            following.begin_at(self._state.trained.committed)
+            vote = self._state.trained.last_vote
+            following.begin_at(self._state.trained.committed, evaluate=vote is not None and vote.evaluates)
             self._rank.faults.at("switch", self._state.trained.committed)
         elif not self._client.is_over(generation.number):
             self._state.placed, self._state.spec = self._client.switch_to, ""
@@ -348,6 +351,7 @@ class Trainer:
             generation=generation,
             committer=committer,
             executor=executor,
+            evaluator=self._evaluator,
             mover=mover,
             migration=migration,
             snapshots=snapshots,

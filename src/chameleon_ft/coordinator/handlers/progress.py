@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from chameleon_ft.coordinator import commands, events
 from chameleon_ft.coordinator.detectors import base as signals
-from chameleon_ft.coordinator.handlers import bad_steps, checkpoints, incidents, snapshots, switches
+from chameleon_ft.coordinator.handlers import bad_steps, checkpoints, evaluations, incidents, snapshots, switches
 from chameleon_ft.coordinator.handlers.draft import Draft
 from chameleon_ft.coordinator.state.members import Worker
 from chameleon_ft.coordinator.state.state import Phase
@@ -60,6 +60,7 @@ def committed(draft: Draft, worker: Worker, message: messages.Committed) -> None
     draft.record(cost)
     draft.state = replace(draft.state, outcomes=outcomes)
     draft.record(outcome)
+    evaluations.committed(draft, message)
     if vote.switch and not vote.finish and message.step + 1 < state.settings.steps:
         switches.adopt(draft, message)
     if vote.checked and (placed := draft.state.placed) is not None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from chameleon_ft.coordinator import commands, events
 from chameleon_ft.coordinator.detectors import base as signals
-from chameleon_ft.coordinator.handlers import bad_steps, incidents
+from chameleon_ft.coordinator.handlers import bad_steps, evaluations, incidents
 from chameleon_ft.coordinator.handlers.draft import Draft, record_incident
 from chameleon_ft.coordinator.state.state import Phase
 from chameleon_ft.events import decisions
@@ -31,7 +31,7 @@ def decided(draft: Draft, event: events.Decided) -> None:
     if choice is not None:
         incident = replace(incident, chosen_at=choice.chosen_at, looked_up=choice.is_prepared)
     draft.state = replace(draft.state, incident=incident)
-    _launch(draft, replace(spec, generation=state.generation))
+    _launch(draft, evaluations.begin_with(draft, replace(spec, generation=state.generation)))
     if choice is None:
         return
     # All workers wait for their orders, and none for a record.

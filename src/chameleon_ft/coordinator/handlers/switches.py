@@ -310,7 +310,12 @@ def adopt(draft: Draft, message: messages.Committed) -> None:
     had_layers = before.plan.placement.ranges
     for worker in active.participants:
         if worker not in had_layers:
-            draft.send(worker, messages.Begin(generation=upcoming.number, first_step=active.first_step))
+            draft.send(
+                worker,
+                messages.Begin(
+                    generation=upcoming.number, first_step=active.first_step, evaluate=message.vote.evaluates
+                ),
+            )
     if active.migration is not None:
         trained = tuple(worker for worker in active.plan.workers if worker in had_layers)
         draft.do(commands.Migrate(active, trained))

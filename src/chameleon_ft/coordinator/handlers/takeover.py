@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from chameleon_ft.coordinator.commands import DistrustCheckpoints, Drop, Send, Task, Welcome
 from chameleon_ft.coordinator.detectors import base as signals
-from chameleon_ft.coordinator.handlers import incidents, snapshots, switches
+from chameleon_ft.coordinator.handlers import evaluations, incidents, snapshots, switches
 from chameleon_ft.coordinator.handlers import membership as hosts
 from chameleon_ft.coordinator.handlers.draft import Draft
 from chameleon_ft.coordinator.state.members import Worker
@@ -216,7 +216,10 @@ def _repeat_orders(draft: Draft, worker: Worker) -> None:
             assert active is not None
             if state.switched_from is not None and worker.id in active.participants:
                 # One that has trained before has begun by itself, and ignores this.
-                draft.send(worker.id, Begin(generation=state.generation, first_step=active.first_step))
+                evaluate = state.evaluations.pending == active.first_step
+                draft.send(
+                    worker.id, Begin(generation=state.generation, first_step=active.first_step, evaluate=evaluate)
+                )
             switching = None if upcoming is None else upcoming.number
             for generation in range(state.generation + 1, state.newest + 1):
                 is_next = generation == switching
@@ -225,6 +228,7 @@ def _repeat_orders(draft: Draft, worker: Worker) -> None:
             if (schedule := state.checkpoints.schedule).is_requested:
                 draft.send(worker.id, BeginCheckpoint(request=schedule.request))
             snapshots.repeat_orders(draft, worker.id)
+            evaluations.repeat_orders(draft, worker.id)
 
 
 def host_returned(draft: Draft, connection: int, hello: HostHello, before: int) -> None:

@@ -527,6 +527,21 @@ class Outcomes:
         )
         return after.ended() if pending is not None and len(pending.steps_s) == FOLLOWED_STEPS else (after, None)
 
+    def evaluated(self, seconds: float) -> Self:
+        """Note an evaluation of so many seconds, which are no part of a stall or of the cost of an incident."""
+
+        def later(since: float | None) -> float | None:
+            return None if since is None else since + seconds
+
+        hit, pending = self.interrupted, self.pending
+        return replace(
+            self,
+            since=later(self.since),
+            committed_at=later(self.committed_at),
+            interrupted=None if hit is None else replace(hit, since=hit.since + seconds),
+            pending=None if pending is None else replace(pending, since=pending.since + seconds),
+        )
+
     def migrating(self, plan: GenerationSpec, now: float) -> Self:
         """Note that layers begin to move, which makes an interrupted step longer, too.
 

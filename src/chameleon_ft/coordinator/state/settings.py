@@ -43,6 +43,8 @@ class Settings:
     health: Health = field(default_factory=Health)
     snapshots: Snapshots = field(default_factory=Snapshots)
     preflight: Preflight = field(default_factory=Preflight)
+    # Whether the job has samples to evaluate.
+    has_evaluation: bool = False
     # The devices that hosts need; None if they are emulated.
     devices: Devices | None = None
     # The versions of packages on the host of the coordinator.
@@ -58,13 +60,20 @@ class Settings:
 
     @classmethod
     def of(
-        cls, config: RunConfig, run: RunDirectory, *, num_layers: int, versions: Mapping[str, str] = FrozenMap({})
+        cls,
+        config: RunConfig,
+        run: RunDirectory,
+        *,
+        num_layers: int,
+        versions: Mapping[str, str] = FrozenMap({}),
+        has_evaluation: bool = False,
     ) -> Self:
         """Return the settings of a run; `versions` are those of packages on this host."""
         return cls(
             workers=config.workers,
             steps=config.steps,
             num_layers=num_layers,
+            has_evaluation=has_evaluation,
             checkpoint=config.checkpoint,
             recovery=config.recovery,
             timeouts=config.timeouts,

@@ -16,6 +16,7 @@ from pydantic_core import to_json
 
 from chameleon_ft.coordinator.detectors import Detectors
 from chameleon_ft.coordinator.state.checkpoints import Checkpoints, Health, Snapshots
+from chameleon_ft.coordinator.state.evaluations import Evaluations
 from chameleon_ft.coordinator.state.incidents import FailureHistory, Fault, Incident, Loss, Outcomes
 from chameleon_ft.coordinator.state.members import HostAdmission, Members, Respawns, ScaleUp, Worker
 from chameleon_ft.coordinator.state.settings import Settings
@@ -145,6 +146,7 @@ class State:
 
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
     snapshots: Snapshots = field(default_factory=Snapshots)
+    evaluations: Evaluations = field(default_factory=Evaluations)
 
     # This coordinator leads in this term.
     term: int = 0

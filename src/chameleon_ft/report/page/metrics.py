@@ -94,6 +94,17 @@ class _Collector(Collector):
             yield _gauge("chameleon_loss", "Loss of that step; NaN if it was skipped.", last.loss)
             yield _gauge("chameleon_grad_norm", "Norm of its gradient.", last.grad_norm)
             yield _gauge("chameleon_learning_rate", "Its learning rate.", last.lr)
+        if (evaluation := report.evaluation) is not None:
+            family = GaugeMetricFamily("chameleon_evaluation", "The newest evaluation.", labels=["of"])
+            for name, value in {
+                "step": evaluation.step,
+                "loss": evaluation.loss,
+                "perplexity": evaluation.perplexity,
+                **evaluation.metrics,
+            }.items():
+                if value is not None:
+                    family.add_metric([name], value)
+            yield family
         pace, earlier = report.pace, report.earlier
         for name, text, value in (
             ("last_step_age_seconds", "Seconds since the newest step.", report.last_step_age_s),

@@ -9,7 +9,14 @@ from typing import Protocol
 
 from chameleon_ft.events.kinds import CheckpointComplete
 from chameleon_ft.events.lines import Record
-from chameleon_ft.events.records import FailureCostRecord, FailureRecord, JoinRecord, OutcomeRecord, StepRecord
+from chameleon_ft.events.records import (
+    Evaluation,
+    FailureCostRecord,
+    FailureRecord,
+    JoinRecord,
+    OutcomeRecord,
+    StepRecord,
+)
 from chameleon_ft.report.story import PHASES
 
 
@@ -75,6 +82,12 @@ def _scalars(record: Record) -> Iterator[tuple[str, float | None]]:
             yield "pace/tokens_per_s", record.tokens_per_s
             yield "run/workers", record.workers
             yield "run/generation", record.generation
+        case Evaluation():
+            yield "evaluation/loss", record.loss
+            yield "evaluation/perplexity", record.perplexity
+            for name, value in record.metrics.items():
+                yield f"evaluation/{name}", value
+            yield "evaluation/seconds", record.seconds
         case FailureRecord():
             for field, name in PHASES.items():
                 yield f"failures/{name}_s", getattr(record, field) or 0.0

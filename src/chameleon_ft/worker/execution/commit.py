@@ -196,13 +196,14 @@ class CommitContext:
 class Wishes:
     """Wishes in the vote of a worker: to finish and to switch count if any worker has them, the others if all do.
 
-    A checkpoint and a snapshot have the state after this step.
+    A checkpoint, a snapshot and an evaluation are of the state after this step.
     """
 
     finish: bool = False
     switch: bool = False
     checkpoint: bool = False
     snapshot: bool = False
+    evaluate: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,7 +395,7 @@ class Committer:
             self.buffers.square_sum(self.rank.worker),
             *(stats.loss, stats.terms, stats.samples, stats.draws),
             stats.data_wait_s**_MAX_NORM,
-            *(wishes.finish, wishes.switch, wishes.checkpoint, wishes.snapshot),
+            *(wishes.finish, wishes.switch, wishes.checkpoint, wishes.snapshot, wishes.evaluate),
             step.contributions,
             1.0,
             *bounds,
@@ -402,7 +403,7 @@ class Committer:
         ]
         total = self._sum(ballot, context)
         grad_square_sum, loss_sum, terms, samples, draws, data_wait, finishing, switching, *counts = total
-        checkpointing, snapshotting, contributions, voters, *others = counts
+        checkpointing, snapshotting, evaluating, contributions, voters, *others = counts
         _require_all(voters, context.members)
         if draws:
             raise JobError(
@@ -428,16 +429,23 @@ class Committer:
             checkpoint=round(checkpointing) == len(context.members),
             snapshot=round(snapshotting) == len(context.members),
             checked=is_checked,
+            evaluate=round(evaluating) == len(context.members),
         )
         return vote, others[: len(bounds)]
 
-    def _sum(self, numbers: Sequence[float], context: CommitContext) -> list[float]:
+    def total(self, numbers: Sequence[float], context: CommitContext) -> list[float]:
+        """Return the sums of numbers of all members, in a vote of its own. Raises CommunicationError."""
+        voters, *total = self._sum([1.0, *numbers], context, phase="evaluation")
+        _require_all(voters, context.members)
+        return total
+
+    def _sum(self, numbers: Sequence[float], context: CommitContext, *, phase: str = "vote") -> list[float]:
         """Return the sums of the ballots of all members."""
         ballot = torch.tensor(numbers, dtype=torch.float64)
         if len(context.members) > 1:
             result = context.communicators.vote(ballot, context.members)
-            self.rank.faults.at("vote", self.committed)
-            with self.rank.activity.waiting("vote", for_message=True):
+            self.rank.faults.at(phase, self.committed)
+            with self.rank.activity.waiting(phase, for_message=True):
                 result.wait()
         return ballot.tolist()
 

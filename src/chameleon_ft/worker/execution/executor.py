@@ -103,6 +103,9 @@ _OPERATIONS: Final = {
 }
 _BACKWARDS: Final = (OperationKind.BACKWARD, OperationKind.INPUT_GRAD)
 
+Measure = Callable[[int, Tensor, Tensor], None]
+"""Takes the output of the last layer, and the targets, of a micro-batch by its number."""
+
 Resend = tuple[int, int, bool, int]
 """(micro-batch, layer, forward, receiver) of a message that is sent again, as in `Rest`."""
 
@@ -177,6 +180,24 @@ class Executor:
         stats.draws = 0
         return stats
 
+    def evaluate(
+        self, state: StepState, operations: Sequence[Operation], *, measure: Measure, after: Callable[[int], None]
+    ) -> StepStats:
+        """Run a program of forwards without gradients; `state` is that of an evaluation after step ``state.step``.
+
+        Hold `state` until all workers have run theirs, because messages may still be on their way.
+
+        Args:
+            measure: is called with each output of the last layer.
+            after: See `run`.
+
+        Raises:
+            CommunicationError: the generation is over.
+        """
+        fault_at = {len(operations) // 2: "evaluation"}
+        with torch.no_grad():
+            return _StepExecution(self, state, operations, fault_at, measure=measure).run(after)
+
 
 class _StepExecution:
     """Runs a program on the state of a step, with the messages of one generation.
@@ -193,8 +214,11 @@ class _StepExecution:
         counted: Collection[int] = (),
         resent_gradients: Collection[tuple[int, int]] = (),
         repetition: Repetition | None = None,
+        measure: Measure | None = None,
     ) -> None:
         self._executor = executor
+        self._measure = measure
+        self._part = f"step {state.step}" if measure is None else f"the evaluation after step {state.step}"
         self._repetition = repetition
         self._state = state
         self._operations = operations
@@ -255,7 +279,7 @@ class _StepExecution:
         message = self._message(index, operation)
         if operation.kind is OperationKind.FORWARD:
             self._executor.await_parameters(operation.layers)
-        self._executor.rank.activity.begin(f"{_describe(operation)} in step {self._state.step}")
+        self._executor.rank.activity.begin(f"{_describe(operation)} in {self._part}")
         start = perf_counter()
         # A loss may draw random numbers, and so may what a backward computes again.
         with noting(f"in {_describe(operation)}"), generator_lock:
@@ -380,6 +404,8 @@ class _StepExecution:
             # Some losses are a view of all their terms.
             value = loss.detach().clone()
             self._state.losses[micro_batch] = CountedLoss(value, terms, len(targets))
+        if self._measure is not None:
+            self._measure(micro_batch, output, targets)
         return loss
 
     def _on_boundary(self, make: Callable[..., Tensor], layer: int) -> Tensor:

@@ -16,8 +16,8 @@ holders.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -230,6 +230,29 @@ class HeldLayers:
             if layer < len(self._checked):
                 self._checked[layer].require(boundary, layer=layer)
         return boundary
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Have the layers evaluate inside the block, without dropout. Then they train, with the buffers of before."""
+        modules = [module for own in self._layers.values() for module in own.module.modules()]
+        modes = [module.training for module in modules]
+        buffers = [(module._buffers, dict(module._buffers)) for module in modules]
+        copies = [
+            (each, each._version, each.clone()) for _, own in buffers for each in own.values() if each is not None
+        ]
+        try:
+            for own in self._layers.values():
+                own.module.eval()
+            yield
+        finally:
+            for module, mode in zip(modules, modes, strict=True):
+                module.training = mode
+            for now, before in buffers:
+                now.update(before)
+            with torch.no_grad():
+                for buffer, version, copy in copies:
+                    if buffer._version != version:
+                        buffer.copy_(copy)
 
     def parameters(self, layers: Iterable[int]) -> list[nn.Parameter]:
         """The trained parameters of `layers`, in order."""

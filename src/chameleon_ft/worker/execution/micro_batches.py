@@ -17,8 +17,9 @@ from torch import Tensor
 
 from chameleon_ft.config import Batch, RunConfig
 from chameleon_ft.data.mixture import sample_order
+from chameleon_ft.data.order import EvaluationOrder
 from chameleon_ft.data.samples import load_micro_batch
-from chameleon_ft.job import Job
+from chameleon_ft.job import Dataset, Job
 from chameleon_ft.schedule import Operation, OperationKind
 
 KEPT_MICRO_BATCHES: Final = 64
@@ -61,6 +62,8 @@ class DatasetReads:
     """Reads the samples of a job's map-style dataset in this thread, when they are needed.
 
     Args:
+        dataset: has the samples; None: that of the job.
+        order: their order; None: that of training.
         first_sample: Returns the position of the first sample of a step; None: all steps from 0 on have this batch.
         reading: Returns a context inside which the sample of this description is read.
     """
@@ -71,12 +74,14 @@ class DatasetReads:
         batch: Batch,
         *,
         seed: int,
+        dataset: Dataset | None = None,
+        order: EvaluationOrder | None = None,
         first_sample: Callable[[int], int] | None = None,
         reading: Callable[[str], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        self._job = job
+        self._dataset: Dataset = dataset or job.dataset
         self._batch = batch
-        self._order = sample_order(job.dataset, seed)
+        self._order = order or sample_order(self._dataset, seed)
         self._first_sample = first_sample or (lambda step: step * batch.samples)
         self._reading = reading
 
@@ -96,7 +101,7 @@ class DatasetReads:
         def reading(index: int) -> AbstractContextManager[object]:
             return self._reading(f"reading sample {index} of micro-batch {micro_batch} in step {step}")
 
-        return MicroBatch.of(*load_micro_batch(self._job.dataset, self._order, first, size, reading=reading))
+        return MicroBatch.of(*load_micro_batch(self._dataset, self._order, first, size, reading=reading))
 
 
 class MicroBatches:

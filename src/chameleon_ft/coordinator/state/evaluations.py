@@ -1,0 +1,37 @@
+"""The evaluations of a run: what was asked for, and what is under way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluations:
+    """The evaluation that was asked for, and the one that is under way.
+
+    Attributes:
+        request: number of the newest request.
+        is_wanted: whether a user has asked for an evaluation that is not complete.
+        pending: steps trained when the evaluation began that is not complete; None if there is none.
+    """
+
+    request: int = 0
+    is_wanted: bool = False
+    pending: int | None = None
+
+    def begun(self, committed: int) -> Self:
+        """Note that all workers evaluate after so many steps."""
+        return replace(self, pending=committed)
+
+    def ended(self) -> Self:
+        """Note that the evaluation is complete."""
+        return replace(self, is_wanted=False, pending=None)
+
+    def requested(self) -> Self:
+        """Note another request."""
+        return replace(self, request=self.request + 1, is_wanted=True)
+
+    def continued(self, first_step: int) -> Self:
+        """Note that a generation begins: if with another state, steps are trained again before the evaluation."""
+        return self if self.pending == first_step else replace(self, pending=None)

@@ -1,0 +1,152 @@
+"""Evaluation: the loss and the metrics of held-out samples, by forwards over the routes of the plan in force."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Self
+
+from torch import Tensor
+
+from chameleon_ft.config import RunConfig
+from chameleon_ft.data.order import EvaluationOrder
+from chameleon_ft.keys import generators_kept
+from chameleon_ft.schedule import Operation, forwards_of
+from chameleon_ft.worker.context import RankContext
+from chameleon_ft.worker.execution.bad_steps import noting
+from chameleon_ft.worker.execution.executor import Executor
+from chameleon_ft.worker.execution.micro_batches import DatasetReads, MicroBatches
+from chameleon_ft.worker.execution.steps import StepState, StepStats
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationBatches:
+    """The micro-batches of an evaluation, and how much each counts.
+
+    Losses and metrics are sums over samples. If the samples do not fill the last micro-batch, it is filled with copies
+    of the last sample. One more micro-batch has that sample alone, and what the copies have added is subtracted by it.
+    So all have one shape, the last layer may return any, and the sums are exact.
+
+    Attributes:
+        samples: number of samples.
+        size: samples of a micro-batch.
+    """
+
+    samples: int
+    size: int
+
+    @property
+    def count(self) -> int:
+        """The number of micro-batches."""
+        return math.ceil(self.samples / self.size) + (1 if self.samples % self.size else 0)
+
+    def weight(self, number: int) -> float:
+        """Return by how much the sums of a micro-batch count."""
+        return 1.0 if number * self.size < self.samples else self.samples % self.size / self.size - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationSums:
+    """Sums over the samples of an evaluation, of one worker or of all.
+
+    Attributes:
+        labels: Loss terms of micro-batches whose targets are whole numbers, such as the ids of tokens.
+        metrics: By the names of the job's metrics.
+    """
+
+    loss: float = 0.0
+    terms: float = 0.0
+    samples: float = 0.0
+    labels: float = 0.0
+    metrics: Mapping[str, float]
+
+    def ballot(self) -> list[float]:
+        """Return the numbers, which `of_ballot` reads."""
+        return [self.loss, self.terms, self.samples, self.labels, *self.metrics.values()]
+
+    def of_ballot(self, numbers: Sequence[float]) -> Self:
+        """Return the sums of these numbers, with the same metrics."""
+        loss, terms, samples, labels, *metrics = numbers
+        named = dict(zip(self.metrics, metrics, strict=True))
+        return replace(self, loss=loss, terms=terms, samples=samples, labels=labels, metrics=named)
+
+
+class Evaluator:
+    """Evaluates the layers of a rank, when all ranks do.
+
+    Args:
+        reading: See `DatasetReads`.
+    """
+
+    def __init__(
+        self, rank: RankContext, config: RunConfig, *, reading: Callable[[str], AbstractContextManager[object]]
+    ) -> None:
+        dataset = rank.job.evaluation
+        assert dataset is not None
+        self._rank = rank
+        self._every = config.evaluation.every
+        self._routes = config.batch.micro_batches
+        samples = min(len(dataset), config.evaluation.samples or len(dataset))
+        self._batches = EvaluationBatches(samples, config.batch.micro_batch_size)
+        reads = DatasetReads(
+            rank.job,
+            config.batch,
+            seed=config.seed,
+            dataset=dataset,
+            order=EvaluationOrder(samples, config.seed),
+            first_sample=lambda step: 0,
+            reading=lambda sample: reading(f"{sample}, to evaluate"),
+        )
+        self._micro_batches = MicroBatches(reads, rank.device)
+        self._asked = self._answered = 0
+
+    def is_due(self, step: int, *, request: int) -> bool:
+        """Return whether to evaluate the state before `step`; `request` is the newest request of the coordinator."""
+        self._asked = request
+        return request > self._answered or (self._every > 0 and step % self._every == 0)
+
+    def run(
+        self, executor: Executor, state: StepState, operations: Sequence[Operation], *, after: Callable[[int], None]
+    ) -> tuple[EvaluationSums, StepStats]:
+        """Run this worker's forwards, and return its sums; training continues after them as if they had not been.
+
+        Args:
+            executor: that of training.
+            state: of the evaluation, to be held until all workers have run theirs.
+            operations: those of the worker in a step.
+            after: See `Executor.run`.
+
+        Raises:
+            CommunicationError: the generation is over.
+        """
+        self._answered = self._asked
+        job, metrics, labels = self._rank.job, dict.fromkeys(self._rank.job.metrics, 0.0), 0.0
+
+        def measure(number: int, output: Tensor, targets: Tensor) -> None:
+            nonlocal labels
+            weight = self._batches.weight(number)
+            if not state.losses[number].terms:
+                return
+            if not (targets.is_floating_point() or targets.is_complex()):
+                labels += weight * state.losses[number].terms
+            if job.precision.is_lower and output.is_floating_point():
+                output = output.float()
+            for name, metric in job.metrics.items():
+                with noting(f"in the metric {name!r}"):
+                    metrics[name] += weight * float(metric(output, targets))
+
+        program = forwards_of(operations, micro_batches=self._routes, count=self._batches.count)
+        evaluating = replace(executor, micro_batches=self._micro_batches)
+        with executor.held.evaluating(), generators_kept(self._rank.device):
+            stats = evaluating.evaluate(state, program, measure=measure, after=after)
+        weighted = [(self._batches.weight(number), each) for number, each in state.losses.items()]
+        sums = EvaluationSums(
+            loss=math.fsum(weight * float(each.value) for weight, each in weighted),
+            terms=math.fsum(weight * each.terms for weight, each in weighted),
+            samples=math.fsum(weight * each.samples for weight, each in weighted),
+            labels=labels,
+            metrics=metrics,
+        )
+        return sums, stats
