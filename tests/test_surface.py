@@ -14,7 +14,17 @@ from tests.test_architecture import PURE, modules_in
 from tests.test_docs import PAGES, ROOT, blocks
 
 SURFACE = {
-    "": {"BoundarySpec", "ChameleonError", "ConfigError", "Job", "RunConfig", "Session", "TrainConfig", "__version__"},
+    "": {
+        "BoundarySpec",
+        "ChameleonError",
+        "ConfigError",
+        "Job",
+        "RunConfig",
+        "Session",
+        "TrainConfig",
+        "__version__",
+        "load_checkpoint",
+    },
     "optim": {"adamw", "rate_shares", "warmup_cosine"},
     "data": {"Mixture", "SampleOrder", "open_corpus", "read_sample", "sample_order"},
     "keys": {"init_key", "step_key"},

@@ -14,9 +14,19 @@ if TYPE_CHECKING:
     from chameleon_ft.config import RunConfig, TrainConfig
     from chameleon_ft.errors import ChameleonError, ConfigError
     from chameleon_ft.job import BoundarySpec, Job
-    from chameleon_ft.session.session import Session
+    from chameleon_ft.session.session import Session, load_checkpoint
 
-__all__ = ["BoundarySpec", "ChameleonError", "ConfigError", "Job", "RunConfig", "Session", "TrainConfig", "__version__"]
+__all__ = [
+    "BoundarySpec",
+    "ChameleonError",
+    "ConfigError",
+    "Job",
+    "RunConfig",
+    "Session",
+    "TrainConfig",
+    "__version__",
+    "load_checkpoint",
+]
 
 __version__ = "0.1.0"
 
@@ -31,6 +41,7 @@ _HOME = {
     "RunConfig": "config",
     "Session": "session.session",
     "TrainConfig": "config",
+    "load_checkpoint": "session.session",
 }
 
 

@@ -108,7 +108,7 @@ def test_a_flag_of_another_tool_points_to_what_there_is(
 
 
 def test_flags_that_are_pointed_to_exist() -> None:
-    known = {f"--{name}" for name in ("resume", "output-dir", "page")}
+    known = {f"--{name}" for name in ("resume", "from-step", "output-dir", "page")}
     for section, info in TrainConfig.model_fields.items():
         kind = info.annotation
         known.add(f"--{section}")

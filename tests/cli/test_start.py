@@ -13,7 +13,7 @@ import pytest
 from chameleon_ft.config import TrainConfig
 from chameleon_ft.data import load_sources
 from chameleon_ft.errors import ConfigError, LeaseError
-from chameleon_ft.storage.checkpoints import mark_complete
+from chameleon_ft.storage.checkpoints import complete_checkpoints, mark_complete
 from chameleon_ft.storage.files import ControlAddress, RunDirectory
 from tests.cli.conftest import CommandLine, finished_run, nothing_listens
 from tests.golden import message
@@ -239,6 +239,29 @@ def test_a_run_goes_on_with_other_data_if_told_to(chameleon: CommandLine, config
     assert load_sources(launched)[0].size == 5_000
     run.write_config(launched)  # as its start does
     assert chameleon.configured("train", "--resume", run.path).accept_changes == (), "for that start alone"
+
+
+def test_a_run_goes_on_from_a_chosen_step(chameleon: CommandLine, config_file: Path) -> None:
+    run = finished_run(chameleon, config_file)
+    for step in (4, 8):
+        step_directory(run.checkpoints, step).mkdir()
+        mark_complete(run.checkpoints, step, model="some model", num_layers=0)
+    for flags in (("--from-step", "5"), ("--from-step", "4", "--fork", "--output-dir", "fork", "--seed", "3")):
+        message(chameleon.refused("train", "--resume", run.path, *flags))
+    message(chameleon.refused("train", config_file, "--from-step", "4"))
+    assert chameleon("checkpoint", run.path, "--pin", "8") == 0
+    message(chameleon.refused("train", "--resume", run.path, "--from-step", "4"))
+    assert chameleon("checkpoint", run.path, "--unpin", "8") == 0
+    before = complete_checkpoints(run.checkpoints)
+    chameleon.error = ConfigError("this job cannot be trained")
+    assert chameleon("train", "--resume", run.path, "--from-step", "4") == 2
+    assert complete_checkpoints(run.checkpoints) == before
+    chameleon.error = None
+    chameleon.configured("train", "--resume", run.path, "--fork", "--from-step", "4", "--output-dir", "fork")
+    assert chameleon.launched.pop().config.forked.step == 4
+    assert complete_checkpoints(run.checkpoints) == before
+    chameleon.configured("train", "--resume", run.path, "--from-step", "4")
+    assert complete_checkpoints(run.checkpoints) == [4]
 
 
 def test_a_run_with_another_job_is_refused(chameleon: CommandLine, config_file: Path, own_model: Path) -> None:

@@ -15,10 +15,14 @@ from chameleon_ft.storage.checkpoints import (
     complete_checkpoints,
     mark_complete,
     mark_damaged,
+    pin_checkpoint,
+    pinned_checkpoints,
     prune_checkpoints,
     require_sound,
+    restore_checkpoints,
     seal_layer,
     sound_checkpoint,
+    supersede_checkpoints,
 )
 from chameleon_ft.storage.stores import Directory
 from tests.golden import refused
@@ -142,3 +146,27 @@ def test_a_removal_that_is_interrupted_leaves_no_complete_checkpoint(tmp_path: P
     write_checkpoints(tmp_path, 2, 4, 6)
     prune_checkpoints(Interrupted(tmp_path), keep=2)
     assert complete_checkpoints(tmp_path) == [4, 6]
+
+
+def test_a_pinned_checkpoint_is_kept_until_it_is_unpinned(tmp_path: Path) -> None:
+    write_checkpoints(tmp_path, 2, 4, 6, 8)
+    pin_checkpoint(tmp_path, 4)
+    assert pinned_checkpoints(tmp_path) == [4]
+    assert prune_checkpoints(tmp_path, keep=1) == {2, 6}
+    assert complete_checkpoints(tmp_path) == [4, 8]
+    with refused(CheckpointError):
+        pin_checkpoint(tmp_path, 6)
+    pin_checkpoint(tmp_path, 4, is_pinned=False)
+    assert prune_checkpoints(tmp_path, keep=1) == {4}
+
+
+def test_superseded_checkpoints_are_not_read_and_come_back_if_nothing_was_trained(tmp_path: Path) -> None:
+    write_checkpoints(tmp_path, 2, 4, 6)
+    assert supersede_checkpoints(tmp_path, after=2) == (4, 6)
+    assert sound_checkpoint(tmp_path) == (2, {})
+    restore_checkpoints(tmp_path, [4, 6])
+    assert complete_checkpoints(tmp_path) == [2, 4, 6]
+    supersede_checkpoints(tmp_path, after=4)
+    mark_complete(tmp_path, 6, model="a model", num_layers=0)
+    assert supersede_checkpoints(tmp_path, after=6) == ()
+    assert complete_checkpoints(tmp_path) == [2, 4, 6]

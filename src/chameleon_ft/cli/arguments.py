@@ -226,10 +226,12 @@ class StartArguments:
     ] = None
     fork: bool = False
     """With --resume: continue in the new directory of --output-dir, maybe with another batch or optimizer."""
+    from_step: int | None = None
+    """With --resume: begin with the checkpoint of this step instead of the newest; later steps are trained again."""
 
     def request(self, flags: Mapping[str, Any]) -> RunRequest:
         """Return the run that is asked for."""
-        return RunRequest(file=self.config, changes=flags, resume=self.resume, fork=self.fork)
+        return RunRequest(file=self.config, changes=flags, resume=self.resume, fork=self.fork, from_step=self.from_step)
 
 
 def parse_start(
@@ -337,8 +339,8 @@ _HERE: Final = {
     "fp16 half amp mixed-precision": "take --precision bf16, whose range needs no loss scaling; there is no fp16",
     "bf16": "take --precision bf16",
     "precision=fp16 precision=16 precision=float16": "take bf16, whose range needs no loss scaling; there is no fp16",
-    "from-step start-step skip-steps resume-step": "--resume RUN continues from the newest checkpoint; to begin with "
-    "an earlier one, remove those after it from a copy of the run",
+    "start-step skip-steps resume-step": "--resume RUN continues from the newest checkpoint, and with --from-step from "
+    "an earlier one",
     "resume-from resume-from-checkpoint load ckpt checkpoint-path": "take --resume RUN, the directory of a run",
     "save save-dir out out-dir output output-directory": "take --output-dir",
     "save-every save-steps save-interval checkpoint-every ckpt-every": "take --checkpoint.every",

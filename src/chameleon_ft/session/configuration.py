@@ -42,6 +42,7 @@ class RunRequest:
         resume: Directory of the run to resume, or the URL of its store, instead of a configuration; `AUTO`: the run
             that the configuration names, if it has a checkpoint.
         fork: Continue from the state of that run in a new directory, maybe with another batch or optimizer.
+        from_step: Continue from the checkpoint of this step instead of the newest one.
         name: Name of a new run; by default that of the file.
     """
 
@@ -50,6 +51,7 @@ class RunRequest:
     changes: Mapping[str, Any] = field(default_factory=dict)
     resume: str | None = None
     fork: bool = False
+    from_step: int | None = None
     name: str | None = None
 
     @classmethod

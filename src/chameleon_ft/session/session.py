@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -25,7 +26,7 @@ from chameleon_ft.report.view import RunReport
 from chameleon_ft.session.configuration import AUTO, RunRequest
 from chameleon_ft.session.joining import WatchRequest
 from chameleon_ft.session.process import LAUNCHED, Launch, RunProcess
-from chameleon_ft.storage.checkpoints import sound_checkpoint
+from chameleon_ft.storage.checkpoints import require_complete, sound_checkpoint
 from chameleon_ft.storage.files import RunDirectory
 from chameleon_ft.storage.stores import checkpoint_storage
 
@@ -60,6 +61,7 @@ class Session:
         resume: Directory or object store of a run to continue from its newest checkpoint. "auto": continue the run in
             `output_dir` if it has a checkpoint, and start it otherwise.
         fork: Continue the run of `resume` in the new directory `output_dir`.
+        from_step: Continue from the checkpoint of this step instead of the newest one.
         address: None trains on this machine. "ray://HOST:PORT" or "ray://auto" trains on that Ray cluster, on a node of
             which this process runs. "HOST:PORT" follows a run that is live, by the address of its coordinator, as does
             the path of its directory. Such a run is followed from its first step, and goes on after the block.
@@ -81,6 +83,7 @@ class Session:
         *,
         resume: str | Path | None = None,
         fork: bool = False,
+        from_step: int | None = None,
         address: str | None = None,
         token: str | None = None,
         tls: Path | None = None,
@@ -110,6 +113,7 @@ class Session:
             )
             return
         request = _request(job, config, changes, resume=None if resume is None else str(resume), fork=fork)
+        request = replace(request, from_step=from_step)
         if resume in (None, AUTO) and not fork:
             request.config()
         ray = None if address is None else address.removeprefix(_RAY)
@@ -292,17 +296,7 @@ class Session:
         Raises:
             CheckpointError: There is no checkpoint.
         """
-        from chameleon_ft.verify import stored_weights
-
-        run = self._watcher.run
-        checkpoints = checkpoint_storage(run.config(), run)
-        newest, _ = sound_checkpoint(checkpoints)
-        if newest is None:
-            raise CheckpointError(
-                f"{run.path}: there is no complete checkpoint; call checkpoint() while the run is live, or set "
-                "checkpoint.every"
-            )
-        return stored_weights(checkpoints, newest)
+        return load_checkpoint(self._watcher.run.path)
 
     def _raise_failure(self) -> None:
         """Raise the error that has ended the run, once."""
@@ -315,6 +309,32 @@ class Session:
         with suppress(OSError, ValueError, KeyError):
             reason = json.loads(run.summary_file.read_text(encoding="utf-8"))["reason"]
         raise RunFailedError(f"the run has failed: {reason}; its output is in {run.logs}, its state in {run.path}")
+
+
+def load_checkpoint(run: str | Path, step: int | None = None) -> dict[str, Tensor]:
+    """Return all weights and buffers of a checkpoint, by the names of `nn.Sequential(*layers)`, such as "3.weight".
+
+    Parameters are whole, also if their holders have kept slices of them. The weights of bf16 are the masters, in
+    float32.
+
+    Args:
+        run: The directory of the run, which may be live.
+        step: The step with which training would resume, as `chameleon status` names it; by default the newest.
+
+    Raises:
+        CheckpointError: There is no such checkpoint, or it is damaged.
+    """
+    from chameleon_ft.verify import stored_weights
+
+    directory = RunDirectory.open(Path(run))
+    checkpoints = checkpoint_storage(directory.config(), directory)
+    if step is None and (step := sound_checkpoint(checkpoints)[0]) is None:
+        raise CheckpointError(
+            f"{directory.path}: there is no complete checkpoint; have one written while the run is live by `chameleon "
+            "checkpoint`, or set checkpoint.every"
+        )
+    require_complete(checkpoints, step)
+    return stored_weights(checkpoints, step)
 
 
 def _request(

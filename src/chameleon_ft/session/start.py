@@ -37,7 +37,15 @@ from chameleon_ft.session.configuration import (
     prepare_data_of,
     with_absolute_paths,
 )
-from chameleon_ft.storage.checkpoints import complete_checkpoints, link_checkpoint, sound_checkpoint
+from chameleon_ft.storage.checkpoints import (
+    complete_checkpoints,
+    link_checkpoint,
+    pinned_checkpoints,
+    require_complete,
+    restore_checkpoints,
+    sound_checkpoint,
+    supersede_checkpoints,
+)
 from chameleon_ft.storage.files import RunDirectory
 from chameleon_ft.storage.run_lock import RunLock
 from chameleon_ft.storage.stores import Storage, checkpoint_storage
@@ -63,6 +71,7 @@ class PreparedRun:
         is_done: All steps are trained already.
         is_new: The directory was made for this start.
         lock: The lock of the directory, until the run has ended.
+        superseded: The steps of checkpoints after the one to begin with.
     """
 
     config: RunConfig
@@ -71,6 +80,7 @@ class PreparedRun:
     is_done: bool = False
     is_new: bool = True
     lock: RunLock = field(default_factory=RunLock)
+    superseded: tuple[int, ...] = ()
 
     def start(self, launch: Callable[..., int]) -> int:
         """Start the run with `launch`, a function of `chameleon_ft.launch`, and return its exit code.
@@ -79,6 +89,7 @@ class PreparedRun:
         place of the lease cannot be used. In these cases, or if interrupted or terminated that early, the directory of
         a new run is removed.
         """
+        size = _size(self.directory)
         try:
             if self.is_done:
                 print(f"{self.directory.path}: all of its {self.config.steps} steps are done")
@@ -92,11 +103,18 @@ class PreparedRun:
             with _rivals_told(self.lock):
                 return launch(self.config, run=self.directory, resume=self.resume)
         except (ConfigError, CheckpointError, LeaseError, KeyboardInterrupt, SystemExit):
+            if _size(self.directory) == size:
+                restore_checkpoints(checkpoint_storage(self.config, self.directory), self.superseded)
             if self.is_new and not self.directory.metrics_file.exists() and self.lock.rival() is None:
                 shutil.rmtree(self.directory.path)
             raise
         finally:
             self.lock.release()
+
+
+def _size(run: RunDirectory) -> int:
+    """Return the bytes of the records of steps: if they have not grown, no step was trained."""
+    return run.metrics_file.stat().st_size if run.metrics_file.exists() else 0
 
 
 def prepare_run(request: RunRequest) -> PreparedRun:
@@ -106,6 +124,8 @@ def prepare_run(request: RunRequest) -> PreparedRun:
         ConfigError or CheckpointError: The message says what to change.
         LiveRunError: Another process starts or runs that run.
     """
+    if request.from_step is not None and request.resume in (None, AUTO):
+        raise ConfigError(f"--from-step {request.from_step}: needs the run to continue; write --resume RUN")
     lock = RunLock()
     try:
         with _rivals_told(lock):
@@ -178,7 +198,7 @@ def _resumed_run(request: RunRequest, path: Path, lock: RunLock) -> PreparedRun:
         )
     directory = RunDirectory.open(path)
     lock.take(directory.path)
-    return _resumed(_recorded_config(request.changes, directory), directory)
+    return _resumed(_recorded_config(request.changes, directory), directory, chosen=request.from_step)
 
 
 def _fetched_run(request: RunRequest, url: str, lock: RunLock) -> PreparedRun:
@@ -194,7 +214,7 @@ def _fetched_run(request: RunRequest, url: str, lock: RunLock) -> PreparedRun:
     lock.take(out)
     directory = fetch_run(store, out)
     try:
-        return _resumed(_recorded_config(changes, directory), directory)
+        return _resumed(_recorded_config(changes, directory), directory, chosen=request.from_step)
     except ChameleonError:
         # With what the error says changed, the same command is to work.
         shutil.rmtree(directory.path)
@@ -222,7 +242,7 @@ def _forked_run(request: RunRequest, lock: RunLock) -> PreparedRun:
             f"--fork: store.url = {before.store.url} is the store of the run that is continued; give another by "
             "--store.url, or none by --store.url ''"
         )
-    step = newest_checkpoint(config, source, checkpoints=checkpoint_storage(before, source))
+    step = newest_checkpoint(config, source, checkpoints=checkpoint_storage(before, source), chosen=request.from_step)
     fork = Forked(
         run=str(source.path),
         run_id=before.run_of(step),
@@ -261,8 +281,13 @@ def _recorded_config(changes: Mapping[str, Any], directory: RunDirectory) -> Run
     return with_absolute_paths(overridden(values, changes, source=str(directory.config_file)))
 
 
-def _resumed(config: RunConfig, directory: RunDirectory, *, may_be_done: bool = False) -> PreparedRun:
-    """Return a run that resumes with `config`. Raises ConfigError or CheckpointError if it cannot."""
+def _resumed(
+    config: RunConfig, directory: RunDirectory, *, may_be_done: bool = False, chosen: int | None = None
+) -> PreparedRun:
+    """Return a run that resumes with `config`, maybe from a chosen step.
+
+    Raises ConfigError or CheckpointError if it cannot.
+    """
     before = directory.config()
     own = {"output_dir": directory.path, "forked": before.forked, "run_id": before.run_id}
     config = config.model_copy(update=own)
@@ -278,11 +303,22 @@ def _resumed(config: RunConfig, directory: RunDirectory, *, may_be_done: bool = 
     checkpoints = checkpoint_storage(config, directory)
     if may_be_done and sound_checkpoint(checkpoints)[0] == config.steps:
         return PreparedRun(config, directory, resume=True, is_done=True, is_new=False)
-    newest_checkpoint(config, directory, checkpoints=checkpoints)
+    newest_checkpoint(config, directory, checkpoints=checkpoints, chosen=chosen)
     check_address(config.control)
     prepare_data_of(config, may_differ="data" in config.accept_changes)
     _say_horizon(config, before)
-    return PreparedRun(config.with_horizon_of(before), directory, resume=True, is_new=False)
+    superseded = () if chosen is None else _superseded(checkpoints, chosen)
+    return PreparedRun(config.with_horizon_of(before), directory, resume=True, is_new=False, superseded=superseded)
+
+
+def _superseded(checkpoints: Storage, step: int) -> tuple[int, ...]:
+    """Have later checkpoints be read no more, and return their steps. Raises CheckpointError if one is pinned."""
+    if pinned := [each for each in pinned_checkpoints(checkpoints) if each > step]:
+        raise CheckpointError(
+            f"--from-step {step}: the later checkpoint of step {pinned[0]} is pinned, and would be written again; "
+            "unpin it, or continue in a new directory by --fork --output-dir DIRECTORY"
+        )
+    return supersede_checkpoints(checkpoints, after=step)
 
 
 def _say_horizon(config: RunConfig, before: RunConfig) -> None:
@@ -353,9 +389,18 @@ def require_same_model(config: RunConfig, directory: RunDirectory, *, fixed: Seq
         )
 
 
-def newest_checkpoint(config: RunConfig, directory: RunDirectory, *, checkpoints: Storage) -> int:
-    """Return the step of the newest checkpoint that can be read; raise if there is none, or no step is left."""
-    newest, damages = sound_checkpoint(checkpoints)
+def newest_checkpoint(
+    config: RunConfig, directory: RunDirectory, *, checkpoints: Storage, chosen: int | None = None
+) -> int:
+    """Return the step of the newest checkpoint that can be read, or check that of the `chosen` step.
+
+    Raises if there is none, or no step is left.
+    """
+    damages: dict[int, str] = {}
+    if chosen is None:
+        newest, damages = sound_checkpoint(checkpoints)
+    else:
+        require_complete(checkpoints, newest := chosen)
     if newest is None:
         found = f" ({'; '.join(damages.values())})" if damages else ""
         raise CheckpointError(

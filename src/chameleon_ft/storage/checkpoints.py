@@ -110,6 +110,8 @@ def _checksum_of(path: Path) -> int:
 
 _COMPLETE: Final = "complete.json"
 _DAMAGED: Final = "damaged.json"
+_PINNED: Final = "pinned.json"
+_SUPERSEDED: Final = "superseded.json"
 _STEP: Final = "step-"
 _STEP_DIGITS: Final = 8
 
@@ -176,6 +178,7 @@ def _mark(storage: Storage, step: int, content: dict[str, Any]) -> None:
         content["archives"] = {name: size for name, size in sizes if name.endswith(ARCHIVE)}
     # An earlier checkpoint of this step may have been damaged.
     storage.remove(f"{folder}/{_DAMAGED}")
+    storage.remove(f"{folder}/{_SUPERSEDED}")
     # Last, because the checkpoint is complete from then on.
     storage.write(f"{folder}/{_COMPLETE}", sealed(content))
     storage.sync(folder, "")
@@ -187,6 +190,52 @@ def mark_damaged(checkpoints: Path | Storage, step: int) -> None:
     That is safe when this returns.
     """
     storage_of(checkpoints).rename(f"{_folder(step)}/{_COMPLETE}", f"{_folder(step)}/{_DAMAGED}")
+
+
+def pin_checkpoint(checkpoints: Path | Storage, step: int, *, is_pinned: bool = True) -> None:
+    """Keep a complete checkpoint until it is unpinned. Raises CheckpointError that names those that there are."""
+    storage = storage_of(checkpoints)
+    require_complete(storage, step)
+    if is_pinned:
+        storage.write(f"{_folder(step)}/{_PINNED}", "{}\n")
+    else:
+        storage.remove(f"{_folder(step)}/{_PINNED}")
+
+
+def pinned_checkpoints(checkpoints: Path | Storage) -> list[int]:
+    """Return the steps of the checkpoints that are pinned, ascending."""
+    storage = storage_of(checkpoints)
+    return [step for step in _steps(storage) if storage.exists(f"{_folder(step)}/{_PINNED}")]
+
+
+def require_complete(checkpoints: Path | Storage, step: int) -> None:
+    """Raise CheckpointError if there is no complete checkpoint of a step, or it is visibly damaged."""
+    storage = storage_of(checkpoints)
+    complete = complete_checkpoints(storage)
+    if step not in complete:
+        there_is = ", ".join(map(str, complete)) or "none"
+        raise CheckpointError(f"{storage.place()}: has no complete checkpoint of step {step}; there is {there_is}")
+    if (damage := damage_of(storage, step)) is not None:
+        raise CheckpointError(f"the checkpoint of step {step} cannot be used: {damage}")
+
+
+def supersede_checkpoints(checkpoints: Path | Storage, *, after: int) -> tuple[int, ...]:
+    """Take the marks of all complete checkpoints of later steps away, and return the steps; see `restore_checkpoints`.
+
+    Training returns to an earlier one, and writes others of these steps.
+    """
+    storage = storage_of(checkpoints)
+    later = tuple(step for step in complete_checkpoints(storage) if step > after)
+    for step in later:
+        storage.rename(f"{_folder(step)}/{_COMPLETE}", f"{_folder(step)}/{_SUPERSEDED}")
+    return later
+
+
+def restore_checkpoints(checkpoints: Path | Storage, steps: Collection[int]) -> None:
+    """Give superseded checkpoints their marks back: nothing was trained from the earlier one."""
+    storage = storage_of(checkpoints)
+    for step in steps:
+        storage.rename(f"{_folder(step)}/{_SUPERSEDED}", f"{_folder(step)}/{_COMPLETE}")
 
 
 def is_complete(checkpoints: Path | Storage, step: int) -> bool:
@@ -206,7 +255,7 @@ def incomplete_checkpoints(checkpoints: Path | Storage) -> list[int]:
     return [
         step
         for step in _steps(storage)
-        if not any(storage.exists(f"{_folder(step)}/{mark}") for mark in (_COMPLETE, _DAMAGED))
+        if not any(storage.exists(f"{_folder(step)}/{mark}") for mark in (_COMPLETE, _DAMAGED, _SUPERSEDED))
     ]
 
 
@@ -291,14 +340,15 @@ def prune_checkpoints(
 
     Args:
         agreed: the newest complete one up to this step stays, too.
-        base: The checkpoint of this step stays, too.
+        base: The checkpoint of this step stays, too, as do those that are pinned.
     """
     storage = storage_of(checkpoints)
     complete = complete_checkpoints(storage)
     if len(complete) < keep:
         return set()
     known = None if agreed is None else max((step for step in complete if step <= agreed), default=None)
-    old = {step for step in _steps(storage) if step < complete[-keep] and step not in (known, base)}
+    kept = {known, base, *pinned_checkpoints(storage)}
+    old = {step for step in _steps(storage) if step < complete[-keep] and step not in kept}
     for step in sorted(old):
         # The mark first, so that no interrupted removal leaves an incomplete checkpoint that is marked complete.
         storage.remove(f"{_folder(step)}/{_COMPLETE}")
@@ -315,7 +365,7 @@ def link_checkpoint(checkpoints: Path | Storage, step: int, target: Path | Stora
     source, sink = storage_of(checkpoints), storage_of(target)
     if isinstance(source, Directory) and isinstance(sink, Directory):
         whole, draft = source.path / _folder(step), sink.path / _folder(step)
-        shutil.copytree(whole, draft, ignore=shutil.ignore_patterns(_COMPLETE), copy_function=_link_or_copy)
+        shutil.copytree(whole, draft, ignore=shutil.ignore_patterns(_COMPLETE, _PINNED), copy_function=_link_or_copy)
         _link_or_copy(whole / _COMPLETE, draft / _COMPLETE)
         return
     mark = _mark_of(source, step)

@@ -1,23 +1,32 @@
-"""`chameleon checkpoint`: have a live run write a checkpoint now."""
+"""`chameleon checkpoint`: have a live run write a checkpoint now, or keep one."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from chameleon_ft.cli.arguments import RunPath, parse_arguments
+from chameleon_ft.cli.arguments import OptionalInt, RunPath, parse_arguments
+from chameleon_ft.storage.checkpoints import pin_checkpoint
 from chameleon_ft.storage.files import RunDirectory
+from chameleon_ft.storage.stores import checkpoint_storage
 
 
 @dataclass(frozen=True)
 class CheckpointArguments:
     """Have a live run write a checkpoint as soon as possible, whatever its interval.
 
+    With --pin or --unpin, say instead whether one that is complete stays when older ones are removed; the run may be
+    over.
+
     Workers begin it after the first step at which all of them know of the request, and write it in the background.
     """
 
     run: RunPath
     """Run directory."""
+    pin: OptionalInt = None
+    """Keep the checkpoint of this step, however many newer ones there will be."""
+    unpin: OptionalInt = None
+    """Let the checkpoint of this step be removed as any other."""
     wait: bool = False
     """Return only once the checkpoint is complete, and with exit code 1 if it cannot be written."""
 
@@ -26,6 +35,12 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit code."""
     given = parse_arguments(CheckpointArguments, arguments, command="checkpoint")
     run = RunDirectory.open(given.run)
+    if given.pin is not None or given.unpin is not None:
+        for step, is_pinned in ((given.unpin, False), (given.pin, True)):
+            if step is not None:
+                pin_checkpoint(checkpoint_storage(run.config(), run), step, is_pinned=is_pinned)
+                print(f"the checkpoint of step {step} {'is kept until it is unpinned' if is_pinned else 'is unpinned'}")
+        return 0
     # Raises if the run is not live.
     run.read_control()
     from chameleon_ft.launch.live_run import checkpoint, count_events, wait_until_saved

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 from chameleon_ft.cli.arguments import Page, StartArguments, page_beside, parse_start, with_page_address
@@ -48,6 +48,7 @@ def main(arguments: Sequence[str]) -> int:
         request = RunRequest.of_job(
             given.script, file=given.config, changes=flags, resume=given.resume, fork=given.fork
         )
+        request = replace(request, from_step=given.from_step)
     with page_beside(given.page) as shown:
         prepared = prepare_run(request)
         from chameleon_ft.launch.local import train

@@ -1,0 +1,37 @@
+"""A checkpoint of a chosen step is loaded as weights, and training goes on from it as it did before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from chameleon_ft import Session, load_checkpoint
+from chameleon_ft.errors import CheckpointError
+from tests.session.test_debugging import CHANGES, job_in
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_weights_of_a_step_and_training_from_it(tmp_path: Path, precision: str) -> None:
+    job, out = job_in(tmp_path), tmp_path / "run"
+    # Two holders of each layer share its optimizer state.
+    layout = {"workers": 2, "parallel": {"dp": 2, "pp": 1}, "precision": precision}
+    with Session(job, **{**CHANGES, **layout, "checkpoint.every": 0}, steps=4, output_dir=str(out)) as run:
+        run.wait()
+    with Session(resume=out, steps=7) as run:
+        losses = [step.loss for step in run]
+        newest = run.state_dict()
+    found = load_checkpoint(out, 4)
+    assert found.keys() == load_checkpoint(out).keys() == newest.keys() == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    assert {value.dtype for value in found.values()} == {torch.float32}
+    assert torch.equal(load_checkpoint(out)["2.bias"], newest["2.bias"])
+    assert not torch.equal(found["2.bias"], newest["2.bias"])
+    with pytest.raises(CheckpointError, match="there is 4, 7"):
+        load_checkpoint(out, 3)
+
+    with Session(resume=out, from_step=4) as again:
+        assert [step.loss for step in again] == pytest.approx(losses, rel=1e-6)
+    with Session(resume=out, fork=True, from_step=4, output_dir=str(tmp_path / "fork")) as fork:
+        assert [step.loss for step in fork] == pytest.approx(losses, rel=1e-6)
