@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -266,3 +267,45 @@ def test_a_dataset_that_iterates_is_a_stream_unless_it_has_numbers() -> None:
         job_of(torch.utils.data.DataLoader(Rows(), batch_size=4))
     with pytest.raises(ConfigError, match="map-style"):
         job_of(3)
+
+
+class _Numbers(torch.utils.data.Dataset[int]):
+    def __len__(self) -> int:
+        return 17
+
+    def __getitem__(self, number: int) -> int:
+        return number
+
+
+def _of_datasets(folder: Path) -> Any:
+    datasets = pytest.importorskip("datasets")
+    (folder / "rows.json").write_text("".join(f'{{"number": {number}}}\n' for number in range(17)))
+    files, cache = str(folder / "rows.json"), str(folder / "cache")
+    return datasets.load_dataset("json", data_files=files, split="train", streaming=True, cache_dir=cache)
+
+
+def _of_torchdata(_: Path) -> Any:
+    loaders = pytest.importorskip("torchdata.stateful_dataloader")
+    torch.manual_seed(0)  # as a job is loaded
+    return loaders.StatefulDataLoader(_Numbers(), batch_size=None, shuffle=True)
+
+
+def _of_torch(_: Path) -> Any:
+    return torch.utils.data.DataLoader(_Numbers(), batch_size=None, shuffle=True)
+
+
+def _of_grain(_: Path) -> Any:
+    grain = pytest.importorskip("grain.python")
+    return grain.MapDataset.source(list(range(17))).shuffle(seed=2).to_iter_dataset()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("make", [_of_datasets, _of_torchdata, _of_torch, _of_grain])
+def test_streams_of_packages_are_read_on_from_any_place(tmp_path: Path, make: Callable[[Path], Any]) -> None:
+    known = StreamReader(make(tmp_path), SEED).read(40)
+    numbers = [each["number"] if isinstance(each, dict) else int(each) for each in known]
+    assert sorted(numbers[:17]) == sorted(numbers[17:34]) == list(range(17))
+    for count in (0, 5, 17, 29):
+        reader = StreamReader(make(tmp_path), SEED)
+        reader.read(count)
+        assert StreamReader(make(tmp_path), SEED, reader.position()).read(40 - count) == known[count:]
