@@ -12,7 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chameleon_ft.config import Data, LlamaConfig, TrainConfig
+from chameleon_ft.cli import main
+from chameleon_ft.config import Batch, Checkpoint, Data, Failure, LlamaConfig, Parallel, TrainConfig
 from chameleon_ft.data import Mixture, MixtureOrder, SampleOrder, check_data, prepare_data, sample_order
 from chameleon_ft.data.samples import TokenWindows, load_micro_batch
 from chameleon_ft.errors import ConfigError, DataError
@@ -20,6 +21,7 @@ from chameleon_ft.job_record import JobRecord
 from chameleon_ft.models.checks import SampleReads
 from chameleon_ft.models.llama import llama_job
 from tests.golden import refused
+from tests.harness import resume_here, train_here
 
 WEIGHTS = st.one_of(st.integers(1, 100).map(Fraction), st.decimals("0.001", 50, places=3).map(Fraction))
 SOURCES = st.lists(st.tuples(st.integers(1, 40), WEIGHTS), min_size=1, max_size=5)
@@ -179,3 +181,35 @@ def test_other_weights_are_other_data_to_a_checkpoint(tmp_path: Path) -> None:
 def test_a_mixture_that_says_two_things_is_refused(values: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=r"mixture|path"):
         Data.model_validate(values)
+
+
+@pytest.mark.multiprocess
+def test_a_run_reads_its_mixture_through_a_failure_and_a_resume(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = mixed(tmp_path, 3.0, 1.0).model_copy(update={"output_dir": None})
+    values = {
+        **config.model_dump(exclude_unset=True),
+        "workers": 2,
+        "parallel": Parallel(dp=2, pp=1),
+        "batch": Batch(micro_batches=2, micro_batch_size=8),
+        "steps": 4,
+        "checkpoint": Checkpoint(every=2),
+        "failures": (Failure(step=1, worker=1, phase="backward"),),
+    }
+    ended = train_here(TrainConfig.model_validate(values), tmp_path / "run")
+    assert ended.code == 0
+    # The larger source ends its first epoch in step 3.
+    resumed = resume_here(ended, steps=6)
+    assert resumed.code == 0
+    assert main(["verify", str(resumed.run.path)]) == 0
+    other = ["--data.mixture", f"{tmp_path / '0.bin'}=1,{tmp_path / '1.bin'}=1"]
+    capsys.readouterr()
+    assert main(["train", "--resume", str(resumed.run.path), "--steps", "8", *other]) == 2
+    assert "data.mixture" in capsys.readouterr().err
+
+
+def test_a_mixture_may_be_given_by_a_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for text, part in (("a=b=x", "a=b=x"), ("a.bin=2,a.bin", "twice")):
+        assert main(["train", "--data.mixture", text, "--output-dir", str(tmp_path / "run")]) == 2
+        assert part in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import struct
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from chameleon_ft.data.corpus import kind_of, open_path
+from chameleon_ft.data.text import find_text
 from chameleon_ft.data.token_files import open_tokens
 from chameleon_ft.errors import DataError
 from tests.examples import examples
@@ -68,6 +71,58 @@ def test_an_index_has_to_fit_its_ids(tmp_path: Path) -> None:
     assert open_tokens(with_index(path, IDS, code=4, dtype="int32", lengths=[303]), "int32").tolist() == IDS
     path.with_suffix(".idx").write_text("an index of something else")
     assert open_tokens(path, "int32").tolist() == IDS
+
+
+def test_shards_of_llm_c_are_named_by_a_pattern(tmp_path: Path) -> None:
+    parts = [IDS, [5] * 40, IDS[:7]]
+    for number, ids in enumerate(parts):
+        with_header(tmp_path / f"web_train_{number:06d}.bin", ids, magic=20240520, dtype="uint16")
+    with_header(tmp_path / "web_val_000000.bin", [9], magic=20240520, dtype="uint16")
+    # Validation data would be trained on.
+    with refused(DataError):
+        kind_of(tmp_path)
+    pattern = tmp_path / "web_train_*.bin"
+    assert kind_of(pattern) == "tokens"
+    tokens, whole = open_path(pattern, "uint16"), [id_ for ids in parts for id_ in ids]
+    assert tokens.size == len(tokens) == len(whole)
+    for begin in range(0, len(whole), 17):
+        for end in (begin, begin + 1, begin + 60, len(whole)):
+            assert tokens[begin:end].tolist() == whole[begin:end]
+    copy = pickle.loads(pickle.dumps(tokens))
+    assert copy[290:350].tolist() == whole[290:350]
+    with refused(DataError):
+        open_path(tmp_path / "none_*.bin", "uint16")
+    with_header(tmp_path / "web_train_000003.bin", IDS, magic=20240801, dtype="uint32")
+    with refused(DataError):
+        open_path(pattern, "uint16")
+    np.save(tmp_path / "web_train_000003.bin.npy", np.array(IDS, np.int64))
+    (tmp_path / "web_train_000003.bin.npy").rename(tmp_path / "web_train_000003.bin")
+    with refused(DataError):
+        open_path(pattern, "uint16")
+
+
+def test_files_of_megatron_are_named_by_their_prefix(tmp_path: Path) -> None:
+    with_index(tmp_path / "corpus_text_document.bin", IDS, code=8, dtype="uint16", lengths=[300, 3])
+    prefix = tmp_path / "corpus_text_document"
+    assert kind_of(prefix) == "tokens"
+    assert open_path(prefix, "uint16")[:].tolist() == IDS
+    with refused(DataError):
+        open_path(prefix, "int32")
+    prefix.with_suffix(".idx").unlink()
+    with refused(DataError):
+        find_text(prefix)
+
+
+def test_a_folder_of_nanogpt_is_no_text(tmp_path: Path) -> None:
+    """Its `prepare.py` and its notes would be trained on."""
+    np.array(IDS, np.uint16).tofile(tmp_path / "train.bin")
+    np.array(IDS[:50], np.uint16).tofile(tmp_path / "val.bin")
+    (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 300, "stoi": {}}))
+    (tmp_path / "input.txt").write_text("what it was made of")
+    with refused(DataError):
+        kind_of(tmp_path)
+    assert kind_of(tmp_path / "train.bin") == "tokens"
+    assert open_path(tmp_path / "train.bin", "uint16").size == len(IDS)
 
 
 def test_a_numpy_file_is_recognised_under_any_name(tmp_path: Path) -> None:

@@ -15,15 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 import pytest
 import xxhash
 from tokenizers import Tokenizer
 
 from chameleon_ft.cli import main
 from chameleon_ft.config import Data, LlamaConfig, TrainConfig
-from chameleon_ft.data import check_data, load_sources, prepare_data
+from chameleon_ft.data import check_data, load_sources, open_corpus, prepare_data
 from chameleon_ft.data import tokenize as tokenizing
 from chameleon_ft.data.samples import TokenWindows
 from chameleon_ft.data.shards import ShardFolder, new_folder
@@ -78,8 +76,10 @@ def compressed(folder: Path) -> list[Path]:
 
 
 def parquet(folder: Path) -> list[Path]:
+    pyarrow = pytest.importorskip("pyarrow")
+    writer = pytest.importorskip("pyarrow.parquet")
     table = pyarrow.table({"n": list(range(6)), "text": [*DOCUMENTS, None]})
-    pyarrow.parquet.write_table(table, folder / "a.parquet", row_group_size=2)
+    writer.write_table(table, folder / "a.parquet", row_group_size=2)
     return [folder / "a.parquet"]
 
 
@@ -207,6 +207,24 @@ def test_a_run_trains_on_a_folder_of_shards_as_on_one_file(corpus: Path) -> None
             assert [part.tolist() for part in copy[index]] == [part.tolist() for part in whole[index]]
 
 
+def test_a_sample_may_tell_its_documents(corpus: Path) -> None:
+    ids, packed = read(corpus), open_corpus(corpus, 30, document_ids=True)
+    end = ids[-1]
+    for copy in (packed, pickle.loads(pickle.dumps(packed))):
+        for index in range(len(packed)):
+            (tokens, documents), targets = copy[index]
+            assert [*tokens.tolist(), int(targets[-1])] == ids[31 * index : 31 * (index + 1)]
+            # A new document begins after each end.
+            expected_ids = np.cumsum([0, *(token == end for token in tokens.tolist()[:-1])])
+            assert documents.tolist() == expected_ids.tolist()
+    plain = open_corpus(corpus, 30)
+    assert plain[1][0].tolist() == ids[31:61]
+    (corpus.parent / "poem.txt").write_text("some lines of text")
+    assert bytes(open_corpus(corpus.parent / "poem.txt", 4)[1][0].tolist()) == b"line"
+    with refused(DataError):
+        open_corpus(corpus.parent / "poem.txt", 4, document_ids=True)
+
+
 def test_a_corpus_of_more_ids_than_the_model_has_is_refused(corpus: Path) -> None:
     with refused(DataError):
         check_data(config_of(corpus, vocab_size=299))
@@ -289,10 +307,11 @@ def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_library_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = make_tokenizer(tmp_path)
+    tokenizer, table = make_tokenizer(tmp_path), tmp_path / "a.parquet"
+    table.write_bytes(b"PAR1")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with refused(DataError):
-        tokenize(parquet(tmp_path), tmp_path / "out", tokenizer=tokenizer)
+        tokenize([table], tmp_path / "out", tokenizer=tokenizer)
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with refused(DataError):
         tokenize(json_lines(tmp_path), tmp_path / "out", tokenizer=tokenizer)

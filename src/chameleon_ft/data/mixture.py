@@ -7,6 +7,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -47,17 +48,27 @@ class MixtureOrder:
 
     def draws_at(self, first: int, count: int) -> list[tuple[int, int]]:
         """Return (sample id, epoch of its source) of `count` positions from `first` on."""
-        offsets = (0, *accumulate(self.sizes))
-        shares = [self.weights[s] / sum(self.weights[s:]) for s in range(len(self.sizes))]
-        ratios = [(share.numerator, share.denominator) for share in shares]
+        offsets, ratios = (0, *accumulate(self.sizes)), _ratios(self.weights)
         picks = [_pick(position, ratios) for position in range(first, first + count)]
         draws: dict[int, Iterator[tuple[int, int]]] = {}
         for source, place in picks:
             if source not in draws:
-                order = SampleOrder(self.sizes[source], random_key(self.seed, Purpose.MIXTURE, source))
+                order = SampleOrder(self.sizes[source], _seed(self.seed, source))
                 # The positions of a source in its own order follow on each other.
                 draws[source] = iter(order.draws_at(place, sum(each == source for each, _ in picks)))
         return [(offsets[source] + index, epoch) for source, _ in picks for index, epoch in (next(draws[source]),)]
+
+
+@lru_cache(64)
+def _seed(seed: int, source: int) -> int:
+    return random_key(seed, Purpose.MIXTURE, source)
+
+
+@lru_cache(8)
+def _ratios(weights: tuple[Fraction, ...]) -> tuple[tuple[int, int], ...]:
+    """Return the share of each source of what those before it leave, as numerator and denominator."""
+    shares = (weight / sum(weights[source:]) for source, weight in enumerate(weights))
+    return tuple((share.numerator, share.denominator) for share in shares)
 
 
 def _pick(position: int, ratios: Sequence[tuple[int, int]]) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import isqrt
 from typing import TYPE_CHECKING
 
@@ -58,7 +59,7 @@ class SampleOrder:
             epoch, value = divmod(position, self.num_samples)
             if epoch != keys_epoch:
                 keys_epoch = epoch
-                keys = tuple(random_key(self.seed, Purpose.SHUFFLE, epoch, number) for number in range(_ROUNDS))
+                keys = _keys(self.seed, epoch)
             # Cycle walking: a permutation of the box, repeated until its value is a sample, is a permutation of the
             # samples. The box exceeds them by less than its square root, so repetitions are rare.
             value = _permute_box(value, keys, left, right)
@@ -92,6 +93,11 @@ def read_sample(dataset: Dataset, index: int, *, seed: int, epoch: int = 0) -> T
     """
     with seeded(random_key(seed, Purpose.SAMPLE, epoch, index)):
         return dataset[index]
+
+
+@lru_cache(64)
+def _keys(seed: int, epoch: int) -> tuple[int, ...]:
+    return tuple(random_key(seed, Purpose.SHUFFLE, epoch, number) for number in range(_ROUNDS))
 
 
 def _permute_box(value: int, keys: tuple[int, ...], left: int, right: int) -> int:
