@@ -14,18 +14,31 @@ from tests.test_docs import ROOT, blocks
 PAGE = ROOT / "docs" / "evaluation.md"
 
 
-@pytest.mark.multiprocess
-def test_the_session_of_the_page_evaluates_the_job_of_the_page(tmp_path: Path) -> None:
-    job, session, *more = blocks(PAGE, "python")
-    assert not more
-    (tmp_path / "my_job.py").write_text(job)
-    script = tmp_path / "session.py"
-    script.write_text(session)
+def output_of(number: int, folder: Path) -> list[str]:
+    """Run a block of the page beside its job, and return the lines that it prints."""
+    job, *sessions = blocks(PAGE, "python")
+    assert len(sessions) == 2
+    (folder / "my_job.py").write_text(job)
+    script = folder / "session.py"
+    script.write_text(sessions[number])
     ended = subprocess.run(
-        [sys.executable, script], cwd=tmp_path, env=os.environ, text=True, capture_output=True, check=False, timeout=110
+        [sys.executable, script], cwd=folder, env=os.environ, text=True, capture_output=True, check=False, timeout=110
     )
     assert ended.returncode == 0, ended.stderr
-    on_request, best = ended.stdout.strip().splitlines()
+    return ended.stdout.strip().splitlines()
+
+
+@pytest.mark.multiprocess
+def test_the_session_of_the_page_evaluates_the_job_of_the_page(tmp_path: Path) -> None:
+    on_request, best = output_of(0, tmp_path)
     assert 0 < float(on_request) < 1
     assert "Evaluation(" in best
     assert "'accuracy': 0." in best or "'accuracy': 1.0" in best
+
+
+@pytest.mark.multiprocess
+def test_the_callbacks_of_the_page_see_the_best_loss_and_stop_the_run_early(tmp_path: Path) -> None:
+    (line,) = output_of(1, tmp_path)
+    status, loss = line.split()
+    assert status == "interrupted"
+    assert 0 < float(loss) < 1

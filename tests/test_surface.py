@@ -16,8 +16,10 @@ from tests.test_docs import PAGES, ROOT, blocks
 SURFACE = {
     "": {
         "BoundarySpec",
+        "Callback",
         "ChameleonError",
         "ConfigError",
+        "EarlyStop",
         "Job",
         "RunConfig",
         "Session",

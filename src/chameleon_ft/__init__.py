@@ -14,12 +14,14 @@ if TYPE_CHECKING:
     from chameleon_ft.config import RunConfig, TrainConfig
     from chameleon_ft.errors import ChameleonError, ConfigError
     from chameleon_ft.job import BoundarySpec, Job
-    from chameleon_ft.session.session import Session, load_checkpoint
+    from chameleon_ft.session.session import Callback, EarlyStop, Session, load_checkpoint
 
 __all__ = [
     "BoundarySpec",
+    "Callback",
     "ChameleonError",
     "ConfigError",
+    "EarlyStop",
     "Job",
     "RunConfig",
     "Session",
@@ -35,8 +37,10 @@ logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 _HOME = {
     "BoundarySpec": "job",
+    "Callback": "session.session",
     "ChameleonError": "errors",
     "ConfigError": "errors",
+    "EarlyStop": "session.session",
     "Job": "job",
     "RunConfig": "config",
     "Session": "session.session",

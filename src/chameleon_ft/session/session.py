@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
 import os
 import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeAlias
 
 from chameleon_ft.config import FailureKind, FailurePhase, RunConfig
 from chameleon_ft.errors import CheckpointError, ConfigError, ControlError, RunFailedError
 from chameleon_ft.events.base import Event
-from chameleon_ft.events.records import Evaluation, RunStatus, StepRecord
+from chameleon_ft.events.kinds import CheckpointComplete
+from chameleon_ft.events.lines import Record
+from chameleon_ft.events.records import Evaluation, FailureRecord, RunStatus, StepRecord
 from chameleon_ft.job_arguments import as_setting
 from chameleon_ft.report.follower import RunWatcher
 from chameleon_ft.report.view import RunReport
@@ -39,6 +42,10 @@ _POLL_S: Final = 0.05
 _RAY: Final = "ray://"
 _STATUS: Final[Mapping[int, RunStatus]] = {0: "finished", 130: "interrupted", os.EX_TEMPFAIL: "terminated"}
 """How a run ended, by the exit code of its launcher; any other code is a failure."""
+
+OnCallbackError: TypeAlias = Literal["warn", "stop"]
+
+_logger = logging.getLogger(__name__)
 
 
 class Session:
@@ -68,6 +75,8 @@ class Session:
         token: Join token for "HOST:PORT", by default that of CHAMELEON_TOKEN.
         tls: Directory of the certificates for "HOST:PORT".
         verbose: Print what the command line prints.
+        callbacks: Their methods are called when something happens in the run; see `Callback`.
+        on_callback_error: An error of a callback is only logged ("warn"), or ends the block, and so the run ("stop").
         changes: Values over those of the configuration, such as ``steps=100``, ``parallel={"dp": 4}`` or
             ``**{"parallel.dp": 4}``; ``**{"job.lr": 3e-4}`` is an argument of the job's function.
 
@@ -88,6 +97,8 @@ class Session:
         token: str | None = None,
         tls: Path | None = None,
         verbose: bool = False,
+        callbacks: Sequence[Callback] = (),
+        on_callback_error: OnCallbackError = "warn",
         **changes: Any,
     ) -> None:
         if LAUNCHED in os.environ:
@@ -100,6 +111,7 @@ class Session:
         self._steps: deque[StepRecord] = deque()
         self._last_step = -1
         self._has_raised = False
+        self._callbacks = Callbacks(callbacks, on_error=on_callback_error)
         self._source: Launch | WatchRequest
         if address is not None and not address.startswith(_RAY):
             if job is not None or config is not None or resume is not None or changes:
@@ -138,9 +150,17 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with self._resources:
-            self.end()
+            try:
+                self.end()
+            finally:
+                self._tell_end(raises=kind is None)
         if kind is None:
             self._raise_failure()
+
+    def _tell_end(self, *, raises: bool) -> None:
+        self._read(calls=False)
+        if (status := self.status) is not None:
+            self._callbacks.end(self, status, raises=raises)
 
     def __iter__(self) -> Iterator[StepRecord]:
         while True:
@@ -154,11 +174,16 @@ class Session:
             time.sleep(_POLL_S)
         self._raise_failure()
 
-    def _read(self) -> None:
+    def _read(self, *, calls: bool = True) -> None:
         for record in self._watcher.update_readable():
-            if isinstance(record, StepRecord) and record.step > self._last_step:
+            if isinstance(record, StepRecord):
+                if record.step <= self._last_step:
+                    continue
                 self._last_step = record.step
                 self._steps.append(record)
+            self._callbacks.add(record)
+        if calls:
+            self._callbacks.call(self)
 
     @property
     def directory(self) -> Path:
@@ -335,6 +360,121 @@ def load_checkpoint(run: str | Path, step: int | None = None) -> dict[str, Tenso
         )
     require_complete(checkpoints, step)
     return stored_weights(checkpoints, step)
+
+
+class Callback:
+    """Base of callbacks; override what you need. `run` is the session, which can be asked for anything.
+
+    They are called in the thread that uses the session, while it iterates, waits, asks for the state, or ends.
+    """
+
+    def on_step(self, run: Session, step: StepRecord) -> None:
+        """Take a committed step: each once, in order."""
+
+    def on_evaluate(self, run: Session, evaluation: Evaluation) -> None:
+        """Take the result of an evaluation."""
+
+    def on_checkpoint(self, run: Session, checkpoint: CheckpointComplete) -> None:
+        """Take a checkpoint that is complete."""
+
+    def on_incident(self, run: Session, failure: FailureRecord) -> None:
+        """Take the loss of a worker, once the run has recovered."""
+
+    def on_end(self, run: Session, status: RunStatus) -> None:
+        """Take the end of the run."""
+
+
+class EarlyStop(Callback):
+    """Ends the run after its current step, with a checkpoint, if the loss of evaluations does not fall any more.
+
+    Args:
+        patience: evaluations in a row without a loss that is less than the least one before.
+        min_delta: by how much it has to be less.
+    """
+
+    def __init__(self, patience: int, *, min_delta: float = 0.0) -> None:
+        if patience < 1 or min_delta < 0:
+            given = f"EarlyStop({patience}, min_delta={min_delta})"
+            raise ConfigError(f"{given}: give a patience of at least 1, and a min_delta of at least 0")
+        self._patience = patience
+        self._min_delta = min_delta
+        self._best: float | None = None
+        self._in_vain = 0
+
+    def on_evaluate(self, run: Session, evaluation: Evaluation) -> None:
+        """See `Callback`."""
+        loss = evaluation.loss
+        if loss is not None and (self._best is None or loss < self._best - self._min_delta):
+            self._best, self._in_vain = loss, 0
+            return
+        self._in_vain += 1
+        if self._in_vain == self._patience:
+            run.stop()
+
+
+class Callbacks:
+    """Calls the callbacks of a session, with the records of its run in their order.
+
+    Args:
+        on_error: what an error of a callback does: "warn" logs it, "stop" lets it end the block of the session.
+    """
+
+    def __init__(self, callbacks: Sequence[Callback], *, on_error: OnCallbackError) -> None:
+        for callback in callbacks:
+            if not isinstance(callback, Callback):
+                raise ConfigError(
+                    f"callbacks: {callback!r:.60} is no chameleon_ft.Callback; give an object of a class of that"
+                )
+        if on_error not in ("warn", "stop"):
+            raise ConfigError.unknown_name("on_callback_error", on_error, ("warn", "stop"))
+        self._callbacks: Final = tuple(callbacks)
+        self._on_error = on_error
+        self._records: deque[Record] = deque()
+        self._is_calling = False
+
+    def add(self, record: Record) -> None:
+        """Add a record, which `call` tells."""
+        if self._callbacks:
+            self._records.append(record)
+
+    def call(self, run: Session) -> None:
+        """Tell the records that were added. A callback that asks for the state of the run adds more."""
+        if self._is_calling:
+            return
+        self._is_calling = True
+        try:
+            while self._records:
+                record = self._records.popleft()
+                for callback in self._callbacks:
+                    self._tell(callback, run, record)
+        finally:
+            self._is_calling = False
+
+    def end(self, run: Session, status: RunStatus, *, raises: bool) -> None:
+        """Tell the end of the run; without `raises`, because another error is under way, an error is only logged."""
+        if not raises:
+            self._on_error = "warn"
+        self.call(run)
+        for callback in self._callbacks:
+            self._tell(callback, run, status)
+
+    def _tell(self, callback: Callback, run: Session, news: Record | RunStatus) -> None:
+        try:
+            match news:
+                case str():
+                    callback.on_end(run, news)
+                case StepRecord():
+                    callback.on_step(run, news)
+                case Evaluation():
+                    callback.on_evaluate(run, news)
+                case CheckpointComplete():
+                    callback.on_checkpoint(run, news)
+                case FailureRecord():
+                    callback.on_incident(run, news)
+        except Exception:
+            if self._on_error == "stop":
+                raise
+            _logger.warning("a callback, %s, has failed; the run goes on", type(callback).__name__, exc_info=True)
 
 
 def _request(
