@@ -120,6 +120,11 @@ def test_a_mixture_has_a_source() -> None:
         Mixture([])
 
 
+def test_streams_are_not_mixed() -> None:
+    with refused(ConfigError):
+        Mixture([(iter([]), 1.0)])  # type: ignore[list-item]
+
+
 def mixed(folder: Path, *weights: float) -> TrainConfig:
     for number in range(len(weights)):
         (np.arange(200, dtype=np.uint16) + number).tofile(folder / f"{number}.bin")

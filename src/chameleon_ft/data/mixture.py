@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from chameleon_ft.data.order import SampleOrder
 from chameleon_ft.errors import ConfigError
+from chameleon_ft.job import is_stream
 from chameleon_ft.keys import Purpose, random_key
 
 if TYPE_CHECKING:
@@ -95,9 +96,14 @@ class Mixture:
         """Mix `sources`, pairs of a map-style dataset and its weight, which need not add up to 1.
 
         Raises:
-            ConfigError: there are none, one is empty, or a weight is not positive.
+            ConfigError: there are none, one is empty or a stream, or a weight is not positive.
         """
         self._datasets = tuple(dataset for dataset, _ in sources)
+        if (stream := next(filter(is_stream, self._datasets), None)) is not None:
+            raise ConfigError(
+                f"a source of a mixture is a stream, {type(stream).__name__}: give map-style datasets, or mix streams "
+                "by the library that reads them"
+            )
         sizes = tuple(map(len, self._datasets))
         if not sizes or not all(sizes):
             raise ConfigError(f"a mixture needs sources with samples, and these have {sizes}: leave out empty ones")
