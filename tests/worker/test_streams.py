@@ -15,6 +15,7 @@ from torch.nn import functional
 from chameleon_ft.config import Batch, Checkpoint, Health, Parallel, Preflight, Recovery, RunConfig, Snapshots
 from chameleon_ft.keys import init_key
 from chameleon_ft.launch.local import train
+from chameleon_ft.protocol.messages import Inject
 from chameleon_ft.session.configuration import RunRequest
 from chameleon_ft.session.start import prepare_run
 from tests.configs import unhurried
@@ -140,9 +141,10 @@ def test_the_reader_is_killed(tmp_path: Path, stream: str, phase: Any) -> None:
 
 def test_all_who_know_the_position_are_killed(tmp_path: Path) -> None:
     """The position of the checkpoint is in the state of layer 0."""
-    failures = (fails(0, step=6, phase="backward"),)
-    ended = train_here(config_of(tmp_path, "Itself", dp=1, pp=2, failures=failures), tmp_path / "run")
-    assert (ended.code, ended.failures[-1].resume_step) == (0, 4)
+    config = config_of(tmp_path, "Itself", dp=1, pp=2, steps=100_000, failures=unhurried(2, speed=0.25))
+    killed = Inject(worker=0, kind="kill", phase="backward")
+    ended = train_until(config, tmp_path / "run", lambda ended: ended.lost, injected={("checkpoint", 2): killed})
+    assert ended.failures[-1].resume_step > 0
     assert_trained_in_order(ended)
 
 

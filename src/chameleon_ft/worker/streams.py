@@ -272,12 +272,8 @@ class StreamFeed:
         doing = f"reading the samples of step {step} from the stream"
         if not is_reader:
             doing = f"the samples of step {step}, which worker {self._reader} reads"
-        with (
-            self._rank.activity.waiting(
-                doing, for_message=not is_reader, peer=None if is_reader else self._reader, is_reading=is_reader
-            ),
-            self._mover.changed,
-        ):
+        # Not as for a message: the reader may wait for others, and while it reads no message is overdue.
+        with self._rank.activity.waiting(doing, is_reading=is_reader), self._mover.changed:
             self._mover.wait_for(lambda: step in self._found or self._error is not None)
             if step not in self._found:
                 assert self._error is not None
