@@ -160,6 +160,12 @@ def test_a_pinned_checkpoint_is_kept_until_it_is_unpinned(tmp_path: Path) -> Non
     assert prune_checkpoints(tmp_path, keep=1) == {4}
 
 
+def test_every_kth_checkpoint_is_kept_beside_the_newest(tmp_path: Path) -> None:
+    write_checkpoints(tmp_path, 2, 4, 6, 8, 10)
+    assert prune_checkpoints(tmp_path, keep=1, every=4) == {2, 6}
+    assert complete_checkpoints(tmp_path) == [4, 8, 10]
+
+
 def test_superseded_checkpoints_are_not_read_and_come_back_if_nothing_was_trained(tmp_path: Path) -> None:
     write_checkpoints(tmp_path, 2, 4, 6)
     assert supersede_checkpoints(tmp_path, after=2) == (4, 6)

@@ -31,6 +31,9 @@ class Checkpoint(Section):
         "checkpoint and the rate of failures; 0: none during training.",
     )
     keep: int = Field(default=2, ge=1, description="Complete checkpoints to keep; older ones are removed.")
+    keep_every: int = Field(
+        default=0, ge=0, description="Keep all complete checkpoints whose step this number divides; 0: none for that."
+    )
 
 
 class Store(Section):

@@ -325,6 +325,7 @@ class CommandRunner:
             num_layers=job.num_layers,
             job=job.record,
             keep=config.checkpoint.keep,
+            keep_every=config.checkpoint.keep_every,
             base=config.forked.step if config.forked.run else None,
             not_marked=self._on_not_marked,
             copy_records=record_copies(config, run),

@@ -79,6 +79,7 @@ class RunCheckpoints:
         model: fingerprint of the model.
         job: kept with each checkpoint.
         keep: complete checkpoints to keep.
+        keep_every: those whose step this number divides stay, too; 0: none for that.
         base: step of the one that the run was forked from, which stays, too.
         not_marked: called in the thread of the queue if a checkpoint cannot be marked, with the reason.
         copy_records: called in that thread before a checkpoint is marked: it copies the records to where that is.
@@ -96,6 +97,7 @@ class RunCheckpoints:
         model: str,
         num_layers: int,
         keep: int,
+        keep_every: int = 0,
         base: int | None,
         job: JobRecord | None = None,
         not_marked: Callable[[int, str], None],
@@ -111,6 +113,7 @@ class RunCheckpoints:
         self._job = job
         self._num_layers = num_layers
         self._keep = keep
+        self._keep_every = keep_every
         self._base = base
         self._not_marked = not_marked
         self._copy_records = copy_records
@@ -243,7 +246,9 @@ class RunCheckpoints:
     def _prune(self, agreed: int | None) -> None:
         # The next checkpoint brings another attempt.
         with contextlib.suppress(OSError):
-            removed = prune_checkpoints(self._storage, keep=self._keep, agreed=agreed, base=self._base)
+            removed = prune_checkpoints(
+                self._storage, keep=self._keep, every=self._keep_every, agreed=agreed, base=self._base
+            )
             self._complete = [step for step in self._complete if step not in removed]
 
 

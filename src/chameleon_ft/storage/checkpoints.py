@@ -334,11 +334,12 @@ def _parts_of(mark: Mapping[str, Any], step: int) -> list[str]:
 
 
 def prune_checkpoints(
-    checkpoints: Path | Storage, *, keep: int, agreed: int | None = None, base: int | None = None
+    checkpoints: Path | Storage, *, keep: int, every: int = 0, agreed: int | None = None, base: int | None = None
 ) -> set[int]:
     """Remove all checkpoints, complete or not, that are older than the newest `keep` complete ones; return their steps.
 
     Args:
+        every: complete ones whose step this number divides stay, too; 0: none for that.
         agreed: the newest complete one up to this step stays, too.
         base: The checkpoint of this step stays, too, as do those that are pinned.
     """
@@ -347,7 +348,7 @@ def prune_checkpoints(
     if len(complete) < keep:
         return set()
     known = None if agreed is None else max((step for step in complete if step <= agreed), default=None)
-    kept = {known, base, *pinned_checkpoints(storage)}
+    kept = {known, base, *pinned_checkpoints(storage), *(step for step in complete if every and step % every == 0)}
     old = {step for step in _steps(storage) if step < complete[-keep] and step not in kept}
     for step in sorted(old):
         # The mark first, so that no interrupted removal leaves an incomplete checkpoint that is marked complete.
