@@ -93,6 +93,9 @@ def _exit_code_kept() -> Iterator[None]:
     numbers = terminations()
     for number in numbers:
         signal.signal(number, _terminate)
+    # Clusters send them as warnings, and processes that this one starts inherit that: none ends by its default action.
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
     try:
         yield
     finally:

@@ -106,6 +106,12 @@ class RunConfig(Section):
         description="single process: train all layers in the process of the command, without workers, so that "
         "breakpoints and prints work; for this start alone.",
     )
+    on_signal: str = Field(
+        default="",
+        pattern=r"^$|^USR[12]=(checkpoint|stop)(,USR[12]=(checkpoint|stop))*$",
+        description="Actions of the command or the coordinator at SIGUSR1 and SIGUSR2, such as "
+        '"USR1=checkpoint,USR2=stop"; otherwise these signals change nothing.',
+    )
     job_arguments: dict[str, bool | int | float | str] = Field(
         default={}, description="Arguments of the job's function by name, which are flags, too: `--job.NAME VALUE`."
     )

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import ssl
+import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -17,7 +21,7 @@ from websockets.exceptions import InvalidStatus, WebSocketException
 from websockets.sync.client import ClientConnection
 
 from chameleon_ft.config import SLOWNESS, FailureKind, FailurePhase
-from chameleon_ft.errors import ConfigError, ControlError
+from chameleon_ft.errors import ChameleonError, ConfigError, ControlError
 from chameleon_ft.events import kinds
 from chameleon_ft.events.base import Event
 from chameleon_ft.events.decisions import PlanInForce
@@ -115,6 +119,41 @@ def stop(run: RunDirectory, *, at_once: bool = False) -> None:
     Raises what `drain` raises.
     """
     _granted(run, Finish(at_once=at_once))
+
+
+@contextmanager
+def signals_obeyed(actions: str, run: RunDirectory) -> Iterator[None]:
+    """Have SIGUSR1 and SIGUSR2 ask the coordinator of a run for a checkpoint or its end within the block.
+
+    Without an action they change nothing. Processes that are forked from this one do nothing at them.
+
+    Args:
+        actions: As in the configuration, such as "USR1=checkpoint".
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    own, chosen = os.getpid(), dict(each.split("=") for each in actions.split(",") if each)
+
+    def ask(name: str, action: str) -> None:
+        try:
+            print(f"SIG{name}: {action}", flush=True)
+            stop(run) if action == "stop" else checkpoint(run)
+        except ChameleonError as error:
+            print(f"SIG{name}: {action}: {error}", file=sys.stderr, flush=True)
+
+    def handle(number: int, _: object) -> None:
+        name = signal.Signals(number).name.removeprefix("SIG")
+        # A group of processes gets a signal as a whole.
+        if os.getpid() == own and name in chosen:
+            threading.Thread(target=ask, args=(name, chosen[name]), daemon=True).start()
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGUSR1, signal.SIGUSR2)}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
 def count_events(run: RunDirectory) -> int:

@@ -100,7 +100,9 @@ class PreparedRun:
                 from chameleon_ft.session.debugging import train_in_one_process
 
                 launch = train_in_one_process
-            with _rivals_told(self.lock):
+            from chameleon_ft.launch.live_run import signals_obeyed
+
+            with _rivals_told(self.lock), signals_obeyed(self.config.on_signal, self.directory):
                 return launch(self.config, run=self.directory, resume=self.resume)
         except (ConfigError, CheckpointError, LeaseError, KeyboardInterrupt, SystemExit):
             if _size(self.directory) == size:

@@ -130,6 +130,8 @@ def _drain_on_termination(client: ControlClient) -> None:
 
     for number in terminations():
         signal.signal(number, drain)
+    # A cluster may send it to all processes of a job, as a warning; the launcher acts on it.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     # The fork server has blocked it until now.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
