@@ -147,8 +147,16 @@ def test_the_code_on_the_page_on_data_runs(tmp_path: Path, monkeypatch: pytest.M
         if "open_corpus" not in block and all(importlib.util.find_spec(package) for package in packages):
             exec(block, names)
     streams = [names["Lines"]("text.txt"), *([names["Rows"]("rows.json")] if "Rows" in names else [])]
-    for stream in streams:
-        job = replace(names["job"](), dataset=stream)
+    jobs = [replace(names["job"](), dataset=stream) for stream in streams]
+    if "masked_language_model" in names:
+        tokenizers = importlib.import_module("tokenizers")
+        words = {word: number for number, word in enumerate(["<pad>", "<mask>", "line", *map(str, range(253))])}
+        model = tokenizers.models.WordLevel(words, unk_token="<mask>")
+        tokenizer = tokenizers.Tokenizer(model)
+        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+        tokenizer.save("tokenizer.json")
+        jobs.append(names["masked_language_model"]())
+    for job in jobs:
         reads = SampleReads(job, seed=0)
         boundary = boundary_specs(job, 2)[-1]
         assert boundary.shape == (2, 64, 256)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from chameleon_ft.config import RunConfig
 
     TensorPair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+    Collate: TypeAlias = Callable[[list[Any]], Any]
     LayerFactory: TypeAlias = Callable[[], nn.Module]
     Loss: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     Metric: TypeAlias = Callable[[torch.Tensor, torch.Tensor], SupportsFloat]
@@ -165,7 +166,10 @@ class Job:
             over all terms. A micro-batch without terms contributes nothing, and its loss is not computed. A step
             without terms is skipped. Default: one for each sample.
         dataset: sample number -> (input, target), each a tensor of the same shape for every sample; or a `Stream` of
-            such pairs, which one worker reads for all.
+            such pairs, which one worker reads for all. With `collate`, samples may be anything.
+        collate: samples of a micro-batch -> (inputs, targets), each a tensor of one shape for every micro-batch; or a
+            dict of input_ids and labels, as the data collators of transformers return. What it draws from global
+            generators is seeded. None: samples are stacked, those that are no pairs by torch's `default_collate`.
         evaluation: a map-style dataset of held-out samples, of the same shapes, on which the loss and the metrics are
             computed during training; see `[evaluation]` of the configuration. None: nothing is evaluated.
         metrics: by name, (output of the last layer, stacked targets) -> a *sum* over the micro-batch, like `loss`, such
@@ -200,6 +204,7 @@ class Job:
     loss: Loss
     loss_terms: Callable[[torch.Tensor], SupportsFloat] = len
     dataset: Dataset | Any
+    collate: Collate | None = None
     evaluation: Dataset | None = None
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     optimizer: OptimizerFactory
@@ -228,7 +233,7 @@ class Job:
             _require_callable(f"layers[{index}]", factory)
         for name in ("loss", "loss_terms", "optimizer"):
             _require_callable(name, getattr(self, name))
-        for name in ("learning_rate", "boundaries"):
+        for name in ("learning_rate", "boundaries", "collate"):
             if getattr(self, name) is not None:
                 _require_callable(name, getattr(self, name))
         _check_dataset(self.dataset)

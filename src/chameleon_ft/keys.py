@@ -40,6 +40,7 @@ class Purpose(IntEnum):
     SHUFFLE = 3
     JOB = 4
     SAMPLE = 5
+    COLLATE = 6
     EPOCH = 6
     MIXTURE = 7
 

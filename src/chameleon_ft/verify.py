@@ -397,7 +397,7 @@ class PlainLoop:
         self._updated = [self._masters.get(each, each) for each in self._parameters]
         self._optimizer = job.optimizer(self._updated)
         self._own_rates = [group.get("initial_lr", group.get("lr", 1.0)) for group in self._optimizer.param_groups]
-        self._samples = SamplesInOrder(job.dataset, config.seed)
+        self._samples = SamplesInOrder(job.dataset, config.seed, job.collate)
 
     def load(self, checkpoints: Storage, step: int) -> None:
         """Take over the state of all layers from a checkpoint. Raises ConfigError if it cannot be read."""

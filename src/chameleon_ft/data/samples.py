@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.utils.data import default_collate
 
 from chameleon_ft.data.corpus import kind_of, open_path
 from chameleon_ft.data.mixture import sample_order
@@ -17,14 +18,15 @@ from chameleon_ft.data.shards import ShardFolder, is_shard_folder
 from chameleon_ft.data.streams import START, StreamReader
 from chameleon_ft.data.text import find_text, read_text
 from chameleon_ft.data.token_files import Place, map_place, place_of
-from chameleon_ft.errors import DataError
+from chameleon_ft.errors import ConfigError, DataError
 from chameleon_ft.job import is_stream
+from chameleon_ft.keys import Purpose, random_key, seeded
 
 if TYPE_CHECKING:
     from chameleon_ft.data.mixture import MixtureOrder
     from chameleon_ft.data.order import SampleOrder
     from chameleon_ft.data.token_files import TokenArray, Tokens
-    from chameleon_ft.job import Dataset, TensorPair
+    from chameleon_ft.job import Collate, Dataset, TensorPair
 
 
 def load_micro_batch(
@@ -33,9 +35,10 @@ def load_micro_batch(
     first: int,
     count: int,
     *,
+    collate: Collate | None = None,
     reading: Callable[[int], AbstractContextManager[object]] = nullcontext,
 ) -> TensorPair:
-    """Return `count` samples from position `first` of the order on as (inputs, targets), stacked in a new dimension 0.
+    """Return `count` samples from position `first` of the order on as (inputs, targets), by `collated`.
 
     Each is read as by `read_sample`, inside the context that `reading` returns for its id.
     """
@@ -43,12 +46,54 @@ def load_micro_batch(
     for index, epoch in order.draws_at(first, count):
         with reading(index):
             samples.append(read_sample(dataset, index, seed=order.seed, epoch=epoch))
-    return stacked(samples)
+    return collated(samples, collate, seed=order.seed, place=(0, first))
 
 
-def stacked(samples: Sequence[TensorPair]) -> TensorPair:
-    """Return samples as (inputs, targets), stacked in a new dimension 0."""
-    return torch.stack([sample[0] for sample in samples]), torch.stack([sample[1] for sample in samples])
+def collated(samples: Sequence[Any], collate: Collate | None, *, seed: int, place: tuple[int, int]) -> TensorPair:
+    """Return samples as (inputs, targets) of a micro-batch.
+
+    Pairs of tensors are stacked in a new dimension 0, other samples by torch's `default_collate`. A function of the
+    job's own is called with the random numbers of one draw for each micro-batch.
+
+    Args:
+        samples: of a micro-batch, in order.
+        collate: the function of the job.
+        seed: seed of the run.
+        place: (0, position) of the first sample; of a stream (epoch, number in it).
+
+    Raises:
+        ConfigError: what the function returned is neither a pair of tensors nor a dict with one input and labels.
+    """
+    if collate is None and is_pair(samples[0]):
+        return torch.stack([sample[0] for sample in samples]), torch.stack([sample[1] for sample in samples])
+    if collate is None:
+        batch = default_collate(list(samples))
+    else:
+        with seeded(random_key(seed, Purpose.COLLATE, *place)):
+            batch = collate(list(samples))
+    if is_pair(batch):
+        return batch[0], batch[1]
+    if isinstance(batch, Mapping):
+        fields = dict(batch)
+        targets, mask = fields.pop("labels", None), fields.pop("attention_mask", None)
+        inputs = next(iter(fields.values()), None)
+        if len(fields) == 1 and isinstance(inputs, torch.Tensor) and isinstance(targets, torch.Tensor):
+            if isinstance(mask, torch.Tensor) and bool((mask[:, 1:] > mask[:, :-1]).any()):
+                raise ConfigError(
+                    "the samples of a micro-batch are padded at their beginning, and layer 0 gets no attention mask; "
+                    'pad them at their end, such as by padding_side="right"'
+                )
+            return inputs, targets
+    found = f"a dict of {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else f"{type(batch).__name__}"
+    raise ConfigError(
+        f"the samples of a micro-batch are {found}: let `collate` return (inputs, targets), the tensors for layer 0 "
+        "and for the loss; or a dict of input_ids and labels, in which attention_mask may be, too"
+    )
+
+
+def is_pair(value: object) -> bool:
+    """Return whether a sample, or a micro-batch, is a pair of tensors."""
+    return isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(each, torch.Tensor) for each in value)
 
 
 class SamplesInOrder:
@@ -57,8 +102,9 @@ class SamplesInOrder:
     Those of a stream are read from its beginning, or from a position; to go back is to begin there again.
     """
 
-    def __init__(self, dataset: Dataset | Any, seed: int) -> None:
+    def __init__(self, dataset: Dataset | Any, seed: int, collate: Collate | None = None) -> None:
         self._dataset: Any = dataset
+        self._collate = collate
         self._order = None if is_stream(dataset) else sample_order(dataset, seed)
         self._seed = seed
         self._reader: StreamReader | None = None
@@ -91,8 +137,11 @@ class SamplesInOrder:
         return self._reader.read(count)
 
     def micro_batch(self, first: int, count: int) -> TensorPair:
-        """Return so many samples, stacked."""
-        return stacked(self.read(first, count))
+        """Return so many samples, by `collated`."""
+        # For a stream, read on to there.
+        self.read(first, 0)
+        place = (0, first) if self._reader is None else self._reader.at
+        return collated(self.read(first, count), self._collate, seed=self._seed, place=place)
 
 
 class TokenWindows:

@@ -129,6 +129,11 @@ class StreamReader:
         return samples
 
     @property
+    def at(self) -> tuple[int, int]:
+        """The epoch and the number in it of the next sample."""
+        return self._epoch, self._index
+
+    @property
     def place(self) -> str:
         """The next sample, in words."""
         return f"sample {self._index} of epoch {self._epoch} of the stream"

@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from websockets.exceptions import InvalidHandshake
 
 from chameleon_ft.errors import ControlError
-from chameleon_ft.host.processes import HostProcess, examine, is_stopped, read_in_progress
+from chameleon_ft.host.processes import HostProcess, examine, is_stopped, read_in_progress, reap_orphans
 from chameleon_ft.protocol.address import CoordinatorAccess, own_address
 from chameleon_ft.protocol.background_tasks import BackgroundTasks
 from chameleon_ft.protocol.connection import ControlConnection
@@ -311,9 +311,11 @@ class Agent:
     async def _reap(self, member: Member, rank: HostProcess) -> None:
         """Report the exit of a rank to the coordinator as soon as it ends."""
         exit_code = await rank.wait()
-        del self._ranks[member]
         self._last_exit_code = exit_code
         self._connection.send(WorkerExited(member=member, exit_code=exit_code))
+        # Its loaders end with it.
+        await reap_orphans("loader")
+        del self._ranks[member]
 
     def _were_told_to_exit(self) -> bool:
         """Return whether all ranks have ended, the last one by an order: the run is over, or they have left it."""

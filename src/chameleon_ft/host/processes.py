@@ -118,6 +118,39 @@ def read_stat(pid: int) -> list[str]:
     return stat.rpartition(")")[2].split()
 
 
+async def reap_orphans(name: str) -> None:
+    """Reap children of this process whose names begin so; wait up to a second for those that are about to end.
+
+    They were children of a process that has ended, and the kernel ends them with it.
+    """
+    since_s = time.monotonic()
+    while orphans := [pid for pid in _children() if _name_of(pid).startswith(name)]:
+        for pid in orphans:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+        if time.monotonic() - since_s > _ORPHANS_S:
+            return
+        await asyncio.sleep(_ORPHANS_POLL_S)
+
+
+def _children() -> list[int]:
+    """Return the numbers of the children of this process; none if the kernel does not list them."""
+    found: list[int] = []
+    for file in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            found += map(int, file.read_text().split())
+    return found
+
+
+def _name_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+_ORPHANS_S: Final = 1.0
+_ORPHANS_POLL_S: Final = 0.005
 # The whole examination is bounded, because the process is to be killed after it.
 _EXAMINE_S: Final = 1.0
 # py-spy, if it is installed, gets this part of it.

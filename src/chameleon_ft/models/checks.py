@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from chameleon_ft.data.mixture import describe_order, sample_order
 from chameleon_ft.data.order import EvaluationOrder, read_sample
-from chameleon_ft.data.samples import SamplesInOrder, load_micro_batch
+from chameleon_ft.data.samples import SamplesInOrder, collated, is_pair, load_micro_batch
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.job import BoundarySpec, Job, is_stream
 from chameleon_ft.job_record import Fact, JobRecord
@@ -94,22 +94,38 @@ def boundary_specs(
 
 
 def _first_inputs(job: Job, micro_batch_size: int, seed: int) -> torch.Tensor:
-    samples = SamplesInOrder(job.dataset, seed)
+    samples = SamplesInOrder(job.dataset, seed, job.collate)
     # A user's dataset may hold anything.
-    match samples.read(0, 1)[0]:
-        case (torch.Tensor(), torch.Tensor()):
-            pass
-        case _:
-            how = "the iterator give" if is_stream(job.dataset) else "__getitem__(i) return"
-            raise ConfigError(f"the dataset's samples must be pairs of tensors: let {how} (input, target)")
+    sample = samples.read(0, 1)[0]
+    if job.collate is None and not (is_pair(sample) or isinstance(sample, Mapping)):
+        how = "the iterator give" if is_stream(job.dataset) else "__getitem__(i) return"
+        raise ConfigError(
+            f"the dataset's samples must be pairs of tensors: let {how} (input, target), or give the job a `collate` "
+            "that makes tensors of samples"
+        )
+    if job.collate is not None:
+        return _collated_inputs(samples, micro_batch_size)
     try:
         inputs, _ = samples.micro_batch(0, micro_batch_size)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise ConfigError(
             f"the dataset's samples cannot be stacked to a micro-batch ({error}); let all samples have tensors of one "
             "shape, for example by padding"
         ) from error
     return inputs
+
+
+def _collated_inputs(samples: SamplesInOrder, micro_batch_size: int) -> torch.Tensor:
+    """Return the inputs of the first micro-batch. Raises ConfigError if those of the next ones have other shapes."""
+    pairs = [samples.micro_batch(number * micro_batch_size, micro_batch_size) for number in range(_COLLATED)]
+    shapes = [tuple(tuple(each.shape) for each in pair) for pair in pairs]
+    if len(set(shapes)) > 1:
+        raise ConfigError(
+            f"`collate` returns inputs and targets of the shapes {shapes[0]} for the first micro-batch and of others, "
+            f"such as {next(each for each in shapes if each != shapes[0])}, for later ones, but workers exchange "
+            'tensors of one shape; pad to one length, such as by padding="max_length", and not to the longest sample'
+        )
+    return pairs[0][0]
 
 
 def _output(job: Job, layer: int, boundary: torch.Tensor, *, seed: int, hints: list[str]) -> torch.Tensor:
@@ -316,6 +332,8 @@ def _is_close(output: torch.Tensor, again: Any) -> bool:
 _ALIKE: Final = 1e-3
 # Samples that are read twice before a run at least; they may be slow to read.
 _READ_SAMPLES: Final = 4
+# Micro-batches whose shapes are compared before a run.
+_COLLATED: Final = 4
 # Samples that are recorded at most, within `_READING_S`.
 _RECORDED_SAMPLES: Final = 64
 _READING_S: Final = 1.0
@@ -334,7 +352,9 @@ class SampleReads:
     """
 
     def __init__(self, job: Job, seed: int, *, most: int = _RECORDED_SAMPLES) -> None:
-        self._samples = SamplesInOrder(job.dataset, seed)
+        self._samples = SamplesInOrder(job.dataset, seed, job.collate)
+        self._collate = job.collate
+        self._seed = seed
         # By number in the order of training.
         self._contents: dict[int, list[bytes]] = {}
         self._is_stream, begun_s = is_stream(job.dataset), time.monotonic()
@@ -390,6 +410,10 @@ class SampleReads:
             sample = self._samples.read(number, 1)[0]
         finally:
             notice.cancel()
+        if self._collate is not None or isinstance(sample, Mapping):
+            with contextlib.suppress(Exception):
+                return list(collated([sample], self._collate, seed=self._seed, place=(0, number)))
+            return []
         # Others than pairs of tensors are refused elsewhere.
         return [each for each in sample if isinstance(each, Tensor)] if isinstance(sample, tuple) else []
 
@@ -436,7 +460,7 @@ def check_loss(
         ConfigError: `loss` or `loss_terms` cannot be called, or returns something else than it should; or `loss` has
             parameters of its own, or changes what it keeps.
     """
-    _, targets = SamplesInOrder(job.dataset, seed).micro_batch(0, micro_batch_size)
+    _, targets = SamplesInOrder(job.dataset, seed, job.collate).micro_batch(0, micro_batch_size)
     targets = targets.to(device)
     before = digest((job.loss, job.loss_terms))
     with generator_lock, torch.random.fork_rng(devices=[]):
@@ -560,7 +584,7 @@ def check_evaluation(
     if output is None:
         return
     order = EvaluationOrder(len(job.evaluation), seed)
-    targets = load_micro_batch(job.evaluation, order, 0, micro_batch_size)[1].to(device)
+    targets = load_micro_batch(job.evaluation, order, 0, micro_batch_size, collate=job.collate)[1].to(device)
     with generators_kept(device), torch.no_grad():
         made = torch.rand(output.shape).to(device=device, dtype=output.dtype)
         made = made.float() if job.precision.is_lower and made.is_floating_point() else made

@@ -21,13 +21,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from multiprocessing import current_process, get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from chameleon_ft.config import Batch, RunConfig
-from chameleon_ft.data.samples import stacked
+from chameleon_ft.data.samples import collated
 from chameleon_ft.data.streams import POSITION_KEY, StreamReader
 from chameleon_ft.errors import DataError
 from chameleon_ft.host.fork_server import end_with, exit_immediately, name_process, terminations
@@ -41,7 +41,7 @@ from chameleon_ft.worker.mover import Mover
 from chameleon_ft.worker.state_transfer.layer_messages import receive_state, send_state
 
 if TYPE_CHECKING:
-    from chameleon_ft.job import TensorPair
+    from chameleon_ft.job import Job, TensorPair
 
 # Steps that are sent before they are trained. Those in the pipe of the reading process come in addition.
 _AHEAD: Final = 4
@@ -62,8 +62,8 @@ class ReadAhead:
     Any thread may call its methods. A task of a generation that is over does not read any more.
     """
 
-    def __init__(self, stream: Any, batch: Batch, *, seed: int) -> None:
-        self._stream = stream
+    def __init__(self, job: Job, batch: Batch, *, seed: int) -> None:
+        self._job = job
         self._batch = batch
         self._seed = seed
         self._lock = threading.RLock()
@@ -92,7 +92,7 @@ class ReadAhead:
         """Start a process that reads the next steps."""
         context = get_context("fork")
         self._pipe, sending = context.Pipe(duplex=False)
-        arguments = (self._stream, self._batch, self._seed, self._next[1], sending, os.getpid())
+        arguments = (self._job, self._batch, self._seed, self._next[1], sending, os.getpid())
         # Daemons end with this process, if that ends by itself.
         self._process = context.Process(target=_read_main, args=arguments, daemon=True)
         # The forked thread owns the lock, too. Held by another one, it would never be released there.
@@ -163,15 +163,19 @@ class ReadAhead:
                 self._pipe = None
 
 
-def _read_main(stream: Any, batch: Batch, seed: int, position: bytes, pipe: Connection, parent: int) -> None:
+def _read_main(job: Job, batch: Batch, seed: int, position: bytes, pipe: Connection, parent: int) -> None:
     """Send the samples of one step after the other, or why there are none, as text."""
     end_with(parent)
     _detach()
     reader: StreamReader | None = None
     try:
-        reader = StreamReader(stream, seed, position)
+        reader = StreamReader(cast(Any, job.dataset), seed, position)
         while True:
-            samples = [stacked(reader.read(batch.micro_batch_size)) for _ in range(batch.micro_batches)]
+            samples = [
+                # The place is taken before the samples are read.
+                collated(place=reader.at, samples=reader.read(batch.micro_batch_size), collate=job.collate, seed=seed)
+                for _ in range(batch.micro_batches)
+            ]
             _send(pipe, (samples, reader.position()))
     except DataError as error:
         _send(pipe, str(error))

@@ -70,7 +70,7 @@ class Trainer:
         self._new_communicators = new_communicators
         self._stream: ReadAhead | None = None
         if is_stream(rank.job.dataset):
-            self._stream = ReadAhead(rank.job.dataset, config.batch, seed=config.seed)
+            self._stream = ReadAhead(rank.job, config.batch, seed=config.seed)
         else:
             self._micro_batches = MicroBatches(self._dataset_source(loaders), rank.device)
         self._evaluator = None if rank.job.evaluation is None else Evaluator(rank, config, reading=self._reading)

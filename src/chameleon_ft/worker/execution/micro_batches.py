@@ -80,6 +80,7 @@ class DatasetReads:
         reading: Callable[[str], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self._dataset: Dataset = dataset or job.dataset
+        self._collate = job.collate
         self._batch = batch
         self._order = order or sample_order(self._dataset, seed)
         self._first_sample = first_sample or (lambda step: step * batch.samples)
@@ -101,7 +102,8 @@ class DatasetReads:
         def reading(index: int) -> AbstractContextManager[object]:
             return self._reading(f"reading sample {index} of micro-batch {micro_batch} in step {step}")
 
-        return MicroBatch.of(*load_micro_batch(self._dataset, self._order, first, size, reading=reading))
+        read = load_micro_batch(self._dataset, self._order, first, size, collate=self._collate, reading=reading)
+        return MicroBatch.of(*read)
 
 
 class MicroBatches:

@@ -120,7 +120,7 @@ class ModelOnDevice:
         self.boundaries = boundary_specs(job, size, device=device, seed=config.seed)
         self.seed = config.seed
         self.device = device
-        self._samples, self._size = SamplesInOrder(job.dataset, config.seed), size
+        self._samples, self._size = SamplesInOrder(job.dataset, config.seed, job.collate), size
         self.samples = self.read()
 
     @property

@@ -1,0 +1,178 @@
+"""Micro-batches of samples that are no pairs of tensors, by a job's function or by torch's own."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import default_collate
+
+from chameleon_ft.config import Batch, Parallel, RunConfig
+from chameleon_ft.data import SampleOrder
+from chameleon_ft.data.samples import SamplesInOrder, collated, load_micro_batch
+from chameleon_ft.errors import ConfigError
+from chameleon_ft.job import Job
+from chameleon_ft.models.checks import SampleReads, boundary_specs
+from tests.golden import refused
+from tests.harness import assert_trained_as_if_nothing_failed, fails, train_here
+
+PLACE = (1, 5)
+TEXTS = ["a b c", "b", "c d", "d a b c e"]
+
+
+def tokenizer() -> Any:
+    transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
+    words = {word: number for number, word in enumerate(["<pad>", "<mask>", "a", "b", "c", "d", "e"])}
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<mask>"))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=model, pad_token="<pad>", mask_token="<mask>")
+
+
+class Rows:
+    """Rows as of `datasets`: dicts of lists of different lengths."""
+
+    def __init__(self) -> None:
+        self.tokenizer = tokenizer()
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> Any:
+        return {"input_ids": self.tokenizer(TEXTS[index % len(TEXTS)])["input_ids"]}
+
+
+def test_dicts_of_tensors_are_collated_as_by_torch() -> None:
+    samples = [{"input_ids": torch.arange(3) + each, "labels": torch.tensor(each)} for each in range(4)]
+    inputs, targets = collated(samples, None, seed=0, place=PLACE)
+    expected = default_collate(samples)
+    assert torch.equal(inputs, expected["input_ids"])
+    assert torch.equal(targets, expected["labels"])
+
+
+@pytest.mark.parametrize("masks", [False, True])
+def test_data_collators_of_transformers_draw_the_same_masks_everywhere(masks: bool) -> None:
+    rows = Rows()
+    from transformers import DataCollatorForLanguageModeling
+
+    collate = DataCollatorForLanguageModeling(rows.tokenizer, mlm=masks, mlm_probability=0.5)
+    read = partial(load_micro_batch, rows, SampleOrder(16, 7), 6, 4, collate=collate)
+    inputs, targets = read()
+    torch.manual_seed(1)
+    random.random()
+    again = SamplesInOrder(rows, 7, collate).micro_batch(6, 4)
+    assert torch.equal(inputs, again[0])
+    assert torch.equal(targets, again[1])
+    assert torch.is_tensor(inputs)
+    assert inputs.shape == targets.shape == (4, inputs.shape[1])
+    if not masks:
+        ids = SampleOrder(16, 7).ids_at(6, 4)
+        plain = collate([rows[index] for index in ids])
+        assert torch.equal(inputs, plain["input_ids"])
+        assert torch.equal(targets, plain["labels"])
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        [torch.zeros(2)],
+        {"input_ids": torch.zeros(2, 2)},
+        {"input_ids": torch.zeros(2, 2), "segments": torch.zeros(2, 2), "labels": torch.zeros(2)},
+        {
+            "input_ids": torch.zeros(2, 2),
+            "labels": torch.zeros(2, 2),
+            "attention_mask": torch.tensor([[0, 1], [1, 1]]),
+        },
+    ],
+    ids=["list", "no labels", "two inputs", "padded at the beginning"],
+)
+def test_other_results_are_refused(batch: Any) -> None:
+    with refused(ConfigError):
+        collated([0, 1], lambda samples: batch, seed=0, place=PLACE)
+
+
+def job_of(collate: Any) -> Job:
+    layers: list[Any] = [partial(torch.nn.Embedding, 7, 4), partial(torch.nn.Linear, 4, 7)]
+    return Job(layers=layers, loss=torch.sub, dataset=Rows(), collate=collate, optimizer=torch.optim.AdamW)
+
+
+def to_longest(samples: list[Any]) -> Any:
+    rows = [torch.tensor(sample["input_ids"]) for sample in samples]
+    padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    return padded, padded
+
+
+def test_a_job_is_examined_with_its_collated_samples() -> None:
+    job = job_of(lambda samples: [torch.nn.functional.pad(each, (0, 5))[:, :5] for each in to_longest(samples)])
+    assert [spec.shape for spec in boundary_specs(job, 2)] == [(2, 5, 4), (2, 5, 7)]
+    reads = SampleReads(job, 0)
+    assert len(reads.facts) > 4
+    reads.check()
+
+
+def test_micro_batches_of_several_shapes_are_refused() -> None:
+    with refused(ConfigError):
+        boundary_specs(job_of(to_longest), 2)
+
+
+def test_samples_of_another_kind_need_a_function() -> None:
+    class Words:
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> Any:
+            return "word"
+
+    layers = [partial(torch.nn.Embedding, 7, 4)]
+    with refused(ConfigError):
+        boundary_specs(Job(layers=layers, loss=torch.sub, dataset=Words(), optimizer=torch.optim.AdamW), 2)
+
+
+JOB = """
+from functools import partial
+import torch
+from torch import nn
+from transformers import DataCollatorForLanguageModeling
+from chameleon_ft import Job
+from tests.data.test_collate import Rows
+
+class Collator(DataCollatorForLanguageModeling):
+    def __call__(self, samples):
+        padded = [{"input_ids": (each["input_ids"] + [0] * 5)[:5]} for each in samples]
+        return super().__call__(padded)
+
+def loss(output, targets):
+    return nn.functional.cross_entropy(output.flatten(0, 1), targets.flatten(), reduction="sum")
+
+def job():
+    rows = Rows()
+    return Job(
+        layers=[partial(nn.Embedding, 7, 4), partial(nn.Linear, 4, 7)],
+        loss=loss,
+        loss_terms=lambda targets: (targets != -100).sum(),
+        dataset=rows,
+        collate=Collator(rows.tokenizer, mlm=True, mlm_probability=0.4),
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+    )
+"""
+
+
+@pytest.mark.multiprocess
+def test_a_run_with_a_data_collator_that_masks_at_random(tmp_path: Path) -> None:
+    tokenizer()
+    file = tmp_path / "rows.py"
+    file.write_text(JOB)
+    config = RunConfig(
+        job=str(file),
+        workers=4,
+        parallel=Parallel(dp=2, pp=2),
+        steps=6,
+        batch=Batch(micro_batches=4, micro_batch_size=2),
+        failures=(fails(1, step=3, phase="backward"),),
+    )
+    ended = train_here(config, tmp_path / "run")
+    assert ended.lost == {1}
+    assert_trained_as_if_nothing_failed(ended)
