@@ -158,8 +158,14 @@ class Session:
             self._raise_failure()
 
     def _tell_end(self, *, raises: bool) -> None:
-        self._read(calls=False)
-        if (status := self.status) is not None:
+        if not self._callbacks:
+            return
+        status: RunStatus | None = None
+        # The coordinator of a run that is only followed may be gone.
+        with suppress(ControlError):
+            self._read(calls=False)
+            status = self.status
+        if status is not None:
             self._callbacks.end(self, status, raises=raises)
 
     def __iter__(self) -> Iterator[StepRecord]:
@@ -431,6 +437,9 @@ class Callbacks:
         self._on_error = on_error
         self._records: deque[Record] = deque()
         self._is_calling = False
+
+    def __bool__(self) -> bool:
+        return bool(self._callbacks)
 
     def add(self, record: Record) -> None:
         """Add a record, which `call` tells."""
