@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from chameleon_ft.data import SampleOrder
 from chameleon_ft.data.samples import SamplesInOrder, collated, load_micro_batch
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.job import Job
-from chameleon_ft.models.checks import SampleReads, boundary_specs
+from chameleon_ft.models.checks import SampleReads, boundary_specs, check_evaluation
 from tests.golden import refused
 from tests.harness import assert_trained_as_if_nothing_failed, fails, train_here
 
@@ -111,6 +112,11 @@ def test_a_job_is_examined_with_its_collated_samples() -> None:
     reads = SampleReads(job, 0)
     assert len(reads.facts) > 4
     reads.check()
+
+
+def test_held_out_samples_are_collated_alike() -> None:
+    job = job_of(lambda samples: [torch.nn.functional.pad(each, (0, 5))[:, :5] for each in to_longest(samples)])
+    check_evaluation(replace(job, evaluation=Rows()), None, 2, device=torch.device("cpu"))
 
 
 def test_micro_batches_of_several_shapes_are_refused() -> None:

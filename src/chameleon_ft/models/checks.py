@@ -575,6 +575,8 @@ def check_evaluation(
     assert job.evaluation is not None
     (trained,) = SamplesInOrder(job.dataset, seed).read(0, 1)
     held_out = read_sample(job.evaluation, 0, seed=seed)
+    if job.collate is not None or not is_pair(trained):
+        trained, held_out = (collated([each], job.collate, seed=seed, place=(0, 0)) for each in (trained, held_out))
     for name, one, other in zip(("input", "target"), trained, held_out, strict=False):
         if (one.shape, one.dtype) != (other.shape, other.dtype):
             raise ConfigError(
