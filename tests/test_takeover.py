@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,12 @@ def written(directory: Path, **changes: Any) -> Path:
     return write_config(small_config(directory, **{"steps": STEPS, **layout, **changes}), directory)
 
 
+def kill_a_rank(processes: Sequence[psutil.Process]) -> None:
+    """Kill the newest rank among the processes; they tell by their names what they are."""
+    [*_, rank] = (each for each in processes if each.name().startswith("worker "))
+    rank.kill()
+
+
 def assert_complete(ended: Ended) -> None:
     """Check that every step has one line, with the plain loop's loss."""
     assert ended.steps == list(range(STEPS)), "no line is missing, none is there twice"
@@ -58,7 +65,7 @@ def test_a_run_goes_on_with_another_coordinator(tmp_path: Path, loses_a_worker: 
             killed(run)
             first.wait()
             if loses_a_worker:
-                processes[-1].kill()  # the newest process of its session is a rank
+                kill_a_rank(processes)
             second = stack.enter_context(Command("coordinator", "--take-over", run.path))
             assert second.wait() == 0, second.printed
             assert agent.wait() == 0, agent.printed
@@ -79,7 +86,7 @@ def test_the_launcher_replaces_a_coordinator(tmp_path: Path, loses_a_worker: boo
         with every_process_ends([each for each in processes if each.pid != run.read_control().pid]):
             killed(run)
             if loses_a_worker:
-                processes[-1].kill()  # the newest process of the session is a rank
+                kill_a_rank(processes)
             training.read_until("the coordinator was ended by SIGKILL; another one continues the run")
             training.read_until("took_over")
             training.read_until(r"^\s+\d+\s")
