@@ -32,7 +32,8 @@ def test_every_drawn_run_is_a_valid_one(tmp_path: Path) -> None:
 def test_everything_is_drawn() -> None:
     runs = [draw(seed) for seed in range(MANY)]
     failures = [failure for run in runs for failure in run.failures]
-    assert {failure.phase for failure in failures} == set(get_args(FailurePhase))
+    # The drawn runs have no held-out samples; failures in evaluations have tests of their own.
+    assert {failure.phase for failure in failures} == {*get_args(FailurePhase)} - {"evaluation"}
     assert {failure.kind for failure in failures} == {*get_args(FailureKind)} - {*LASTING_KINDS}
     assert {run.policy for run in runs} == set(get_args(PolicyName))
     assert {run.split_backward for run in runs} == {False, True}
