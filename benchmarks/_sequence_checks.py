@@ -149,6 +149,12 @@ class _Records:
             each.strike.target == "link" and each.began <= time <= each.ended + _HEALED_S for each in self.struck
         )
 
+    def disk_was_full_at(self, time: float) -> bool:
+        """Return whether the disk was full then, or shortly before."""
+        return any(
+            each.strike.target == "disk" and each.began <= time <= each.ended + _WRITTEN_S for each in self.struck
+        )
+
     def of_kind(self, name: str) -> list[dict[str, Any]]:
         return [event for event in self.events if event["event"] == name]
 
@@ -181,9 +187,7 @@ def _end(records: _Records, exit_code: int) -> Iterator[str]:
     if records.first_spoiled is not None and any(found in summary["reason"] for found in _SPOILED_FOR_GOOD):
         return
     ended = max(event.get("time", 0.0) for event in records.events)
-    if "the last checkpoint could not be written" in summary["reason"] and any(
-        each.strike.target == "disk" and each.began <= ended <= each.ended + _WRITTEN_S for each in records.struck
-    ):
+    if "the last checkpoint could not be written" in summary["reason"] and records.disk_was_full_at(ended):
         return
     if exit_code != 1 or summary["status"] != "failed" or last is None or last.policy != "stop":
         yield f"it ended with exit code {exit_code}, status {summary['status']}: {summary['reason']}"
@@ -240,6 +244,11 @@ def _steps(records: _Records) -> Iterator[str]:
 def _lost_workers(records: _Records) -> Iterator[str]:
     """Lost workers are those that were made to fail, and no plan uses a worker that is lost or has left."""
     failed = Counter(fault["worker"] for fault in records.faults)
+    # A worker that is made to fail cannot say so on a full disk.
+    unsaid = {failure.worker for failure in records.config.failures} - set(failed)
+    failed.update(
+        e["worker"] for e in records.of_kind("lost") if e["worker"] in unsaid and records.disk_was_full_at(e["time"])
+    )
     evicted = [failure for failure in records.failures if failure.noticed_by == "checksum"]
     if evicted and records.first_spoiled is None:
         yield f"the state of no worker was spoiled, and lost are {evicted}"
