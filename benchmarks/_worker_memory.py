@@ -29,7 +29,7 @@ from chameleon_ft.worker.execution.commit import CommitContext, Committer, Compu
 from chameleon_ft.worker.execution.executor import Executor
 from chameleon_ft.worker.execution.gradients import GradientBuffers
 from chameleon_ft.worker.execution.layers import HeldLayers
-from chameleon_ft.worker.execution.micro_batches import KEPT_MICRO_BATCHES, MicroBatches, micro_batches_of
+from chameleon_ft.worker.execution.micro_batches import KEPT_MICRO_BATCHES, MicroBatches
 from chameleon_ft.worker.execution.reductions import Reductions
 from chameleon_ft.worker.fault_injection import FaultInjector
 from chameleon_ft.worker.mover import Mover
@@ -130,7 +130,7 @@ class Alone:
             contributions=contributions,
             committed=0,
         )
-        micro_batches = micro_batches_of(self.job, self.batch, seed=_SEED, device=self.device)
+        micro_batches = MicroBatches(DatasetReads(self.job, self.batch, seed=_SEED), self.device)
         communicators = _NoPeers(len(members))
         executor = Executor(
             rank=rank,

@@ -20,7 +20,7 @@ from chameleon_ft.worker.communicators.base import CommunicationError
 from chameleon_ft.worker.execution.executor import Executor
 from chameleon_ft.worker.execution.gradients import GradientBuffers
 from chameleon_ft.worker.execution.layers import HeldLayers
-from chameleon_ft.worker.execution.micro_batches import micro_batches_of
+from chameleon_ft.worker.execution.micro_batches import DatasetReads, MicroBatches
 from chameleon_ft.worker.execution.reductions import Reductions
 from chameleon_ft.worker.execution.steps import StepState, StepStats
 from chameleon_ft.worker.mover import Mover
@@ -51,7 +51,7 @@ class Worker:
         return Executor(
             rank=toy_rank(self.job, micro_batch_size=BATCH.micro_batch_size),
             held=self.held,
-            micro_batches=micro_batches_of(self.job, BATCH, seed=SEED, device=CPU),
+            micro_batches=MicroBatches(DatasetReads(self.job, BATCH, seed=SEED), CPU),
             communicators=line,
         )
 

@@ -23,7 +23,7 @@ from chameleon_ft.worker.execution.commit import CommitContext, Committer, Compu
 from chameleon_ft.worker.execution.executor import Executor
 from chameleon_ft.worker.execution.gradients import GradientBuffers
 from chameleon_ft.worker.execution.layers import HeldLayers
-from chameleon_ft.worker.execution.micro_batches import micro_batches_of
+from chameleon_ft.worker.execution.micro_batches import DatasetReads, MicroBatches
 from chameleon_ft.worker.execution.reductions import Reductions
 from chameleon_ft.worker.execution.steps import StepState
 from chameleon_ft.worker.mover import Mover
@@ -94,7 +94,7 @@ def take_part(task: Task) -> list[PlainStep]:
         executor = Executor(
             rank=rank,
             held=held,
-            micro_batches=micro_batches_of(job, task.batch, seed=SEED, device=CPU),
+            micro_batches=MicroBatches(DatasetReads(job, task.batch, seed=SEED), CPU),
             communicators=communicators,
         )
         kind = Late if task.late else Reductions

@@ -29,7 +29,7 @@ from chameleon_ft.worker.execution.executor import Executor
 from chameleon_ft.worker.execution.gather import ParameterExchange
 from chameleon_ft.worker.execution.gradients import GradientBuffers
 from chameleon_ft.worker.execution.layers import HeldLayer, HeldLayers
-from chameleon_ft.worker.execution.micro_batches import micro_batches_of
+from chameleon_ft.worker.execution.micro_batches import DatasetReads, MicroBatches
 from chameleon_ft.worker.execution.reductions import Reductions
 from chameleon_ft.worker.mover import Mover
 from chameleon_ft.worker.state_transfer.layer_messages import Allocation
@@ -135,7 +135,7 @@ class Rank:
             rank=rank,
             await_parameters=committer.await_parameters,
             held=self.held,
-            micro_batches=micro_batches_of(self.job, BATCH, seed=SEED, device=CPU),
+            micro_batches=MicroBatches(DatasetReads(self.job, BATCH, seed=SEED), CPU),
             communicators=line,
         )
         layers = LayerMigration(

@@ -31,7 +31,7 @@ from chameleon_ft.worker.execution.commit import CommitContext, Committer, Compu
 from chameleon_ft.worker.execution.executor import Executor
 from chameleon_ft.worker.execution.gradients import GradientBuffers
 from chameleon_ft.worker.execution.layers import HeldLayer, HeldLayers
-from chameleon_ft.worker.execution.micro_batches import micro_batches_of
+from chameleon_ft.worker.execution.micro_batches import DatasetReads, MicroBatches
 from chameleon_ft.worker.execution.reductions import Reductions
 from chameleon_ft.worker.execution.steps import StepState
 from chameleon_ft.worker.mover import Mover
@@ -192,7 +192,7 @@ class Trained:
         self.executor = Executor(
             rank=rank,
             held=self.held,
-            micro_batches=micro_batches_of(job, BATCH, seed=SEED, device=CPU),
+            micro_batches=MicroBatches(DatasetReads(job, BATCH, seed=SEED), CPU),
             communicators=self.communicators,
         )
 

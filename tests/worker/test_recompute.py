@@ -22,7 +22,7 @@ from chameleon_ft.sync import gradient_segments
 from chameleon_ft.worker.execution.executor import Executor
 from chameleon_ft.worker.execution.gradients import GradientBuffers
 from chameleon_ft.worker.execution.layers import HeldLayers
-from chameleon_ft.worker.execution.micro_batches import micro_batches_of
+from chameleon_ft.worker.execution.micro_batches import DatasetReads, MicroBatches
 from chameleon_ft.worker.execution.steps import StepState
 from tests.harness import assert_trained_as_if_nothing_failed, fails, small_config, train_here
 from tests.strategies import equal_costs
@@ -121,7 +121,7 @@ def trained(job: Job, plan: Plan, steps: int = 2) -> list[Tensor]:
     executor = Executor(
         rank=toy_rank(job, micro_batch_size=batch.micro_batch_size),
         held=held,
-        micro_batches=micro_batches_of(job, batch, seed=SEED, device=CPU),
+        micro_batches=MicroBatches(DatasetReads(job, batch, seed=SEED), CPU),
         communicators=None,  # type: ignore[arg-type]  # there are no peers
     )
     found: list[Tensor] = []

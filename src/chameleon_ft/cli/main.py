@@ -51,7 +51,7 @@ _GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
         "verify": "Repeat it in one plain PyTorch loop and compare the losses.",
     },
     "act on a live run": {
-        "checkpoint": "Write a checkpoint now.",
+        "checkpoint": "Write a checkpoint now, or keep one.",
         "evaluate": "Evaluate its held-out samples now.",
         "drain": "Take workers out before their machine leaves.",
         "stop": "End the run, with a checkpoint.",

@@ -134,8 +134,3 @@ def reads_samples(operation: Operation) -> bool:
 
 def _reads_of(operations: Iterable[Operation]) -> list[int]:
     return list(dict.fromkeys(each.micro_batch for each in operations if reads_samples(each)))
-
-
-def micro_batches_of(job: Job, batch: Batch, *, seed: int, device: torch.device) -> MicroBatches:
-    """Return the micro-batches of a job, read in this thread."""
-    return MicroBatches(DatasetReads(job, batch, seed=seed), device)
