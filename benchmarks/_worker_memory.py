@@ -29,7 +29,7 @@ from chameleon_ft.worker.execution.commit import CommitContext, Committer, Compu
 from chameleon_ft.worker.execution.executor import Executor
 from chameleon_ft.worker.execution.gradients import GradientBuffers
 from chameleon_ft.worker.execution.layers import HeldLayers
-from chameleon_ft.worker.execution.micro_batches import KEPT_MICRO_BATCHES, MicroBatches
+from chameleon_ft.worker.execution.micro_batches import KEPT_MICRO_BATCHES, DatasetReads, MicroBatches
 from chameleon_ft.worker.execution.reductions import Reductions
 from chameleon_ft.worker.fault_injection import FaultInjector
 from chameleon_ft.worker.mover import Mover
