@@ -67,8 +67,9 @@ class EtcdServer:
             time.sleep(0.02)
 
     def stop(self) -> None:
-        """Stop its process: it accepts connections and answers no request."""
+        """Stop its process, and wait until every thread of it stands: it accepts connections and answers no request."""
         self._process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED)
 
     def end(self) -> None:
         """Kill it."""
