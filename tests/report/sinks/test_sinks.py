@@ -6,6 +6,7 @@ import importlib.util
 import json
 import logging
 import os
+import sqlite3
 import struct
 import subprocess
 import sys
@@ -148,10 +149,13 @@ def test_weights_and_biases_gets_steps_and_incidents_offline(run: RunDirectory) 
     pytest.importorskip("wandb")
     # In a process of its own: the library keeps one session for each process, and replaces `sys.exit` in it.
     command = [sys.executable, "-m", "chameleon_ft", "track", str(run.path), "--wandb", "mine"]
-    subprocess.run(command, env={**os.environ, "WANDB_MODE": "offline"}, check=True)
-    (file,) = run.path.glob("wandb/offline-run-*/*.wandb")
-    records = list(wandb_records(file))
-    begun = next(record.run for record in records if record.WhichOneof("record_type") == "run")
+    records: list[Any] = []
+    for _ in range(2):
+        subprocess.run(command, env={**os.environ, "WANDB_MODE": "offline"}, check=True)
+    for file in sorted(run.path.glob("wandb/offline-run-*/*.wandb")):
+        records += wandb_records(file)
+    begun, *again = [record.run for record in records if record.WhichOneof("record_type") == "run"]
+    assert {each.run_id for each in again} == {begun.run_id}, "the second tracking goes on with the same run"
     assert (begun.project, begun.display_name) == ("mine", run.path.name)
     assert "steps" in {item.key for item in begun.config.update}
     rows = [
@@ -160,7 +164,7 @@ def test_weights_and_biases_gets_steps_and_incidents_offline(run: RunDirectory) 
         if record.WhichOneof("record_type") == "history"
     ]
     losses = [(row["step"], row["train/loss"]) for row in rows if "train/loss" in row]
-    assert losses == [(0, 3.0), (1, 2.5), (2, 9.0), (1, 2.4), (2, 2.0)]
+    assert losses == [(0, 3.0), (1, 2.5), (2, 9.0)], "steps that are trained again are there once"
     (failure,) = [row for row in rows if "failures/stall_s" in row]
     assert failure["step"] == 2
     assert [record.alert.title for record in records if record.WhichOneof("record_type") == "alert"] == [
@@ -182,6 +186,48 @@ def test_a_missing_key_of_weights_and_biases_is_told(
     assert main(["track", str(run.path), "--wandb", "mine"]) == 2
     told = " ".join(capsys.readouterr().err.split())
     assert "--wandb mine: no API key configured; run `wandb login`, or set WANDB_MODE=offline" in told
+
+
+# --- MLflow and Trackio ----------------------------------------------------------------------------------------------
+
+
+def test_mlflow_has_one_run_and_each_step_once(run: RunDirectory, tmp_path: Path) -> None:
+    pytest.importorskip("mlflow")
+    env = {
+        **os.environ,
+        "MLFLOW_TRACKING_URI": (tmp_path / "mlflow").as_uri(),
+        "MLFLOW_ALLOW_FILE_STORE": "true",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+    }
+    track = [sys.executable, "-m", "chameleon_ft", "track", str(run.path), "--mlflow", "mine"]
+    subprocess.run(track, env=env, check=True)
+    # As after a requeue.
+    add(run, started(), stepped(3, 7.0, loss=1.5), event("finished", 8.0, status="finished", reason="all steps"))
+    subprocess.run(track, env=env, check=True)
+    # Each line: milliseconds, value, step.
+    (losses,) = (tmp_path / "mlflow").rglob("metrics/train/loss")
+    assert [tuple(map(float, line.split()[1:])) for line in losses.read_text().splitlines()] == [
+        *((3.0, 0.0), (2.5, 1.0), (9.0, 2.0), (1.5, 3.0))
+    ]
+    (stalls,) = (tmp_path / "mlflow").rglob("metrics/failures/stall_s")
+    assert len(stalls.read_text().splitlines()) == 1
+    told = "".join(file.read_text() for file in sorted((tmp_path / "mlflow").rglob("events-*.txt")))
+    assert told.count("worker 3 lost in step 3") == 1
+    (steps,) = (tmp_path / "mlflow").rglob("params/steps")
+    assert steps.read_text() == str(run.config().steps)
+
+
+def test_trackio_has_one_run_and_each_step_once(run: RunDirectory, tmp_path: Path) -> None:
+    pytest.importorskip("trackio")
+    env = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio"), "HF_HUB_OFFLINE": "1"}
+    track = [sys.executable, "-m", "chameleon_ft", "track", str(run.path), "--trackio", "mine"]
+    for _ in range(2):
+        subprocess.run(track, env=env, check=True)
+    (database,) = (tmp_path / "trackio").glob("mine*.db")
+    rows = list(sqlite3.connect(database).execute("SELECT run_id, step, metrics FROM metrics ORDER BY id"))
+    assert len({run_id for run_id, _, _ in rows}) == 1
+    losses = [(step, json.loads(values).get("train/loss")) for _, step, values in rows]
+    assert [each for each in losses if each[1] is not None] == [(0, 3.0), (1, 2.5), (2, 9.0)]
 
 
 # --- OpenTelemetry ---------------------------------------------------------------------------------------------------
@@ -300,7 +346,10 @@ def test_only_what_is_new_goes_to_the_webhook(run: RunDirectory, hook: Hook) -> 
 
 def test_a_tool_is_needed(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["track", str(run.path)]) == 2
-    assert "give at least one tool: --tensorboard, --wandb, --otel, --webhook" in capsys.readouterr().err
+    assert (
+        "give at least one tool: --tensorboard, --wandb, --mlflow, --trackio, --otel, --webhook"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,10 @@ class TrackArguments:
     """Folder for TensorBoard's event files; needs the extra `tensorboard`."""
     wandb: Annotated[OptionalStr, metavar("PROJECT")] = None
     """Project of Weights & Biases, whose environment variables apply (WANDB_MODE=offline); needs the extra `wandb`."""
+    mlflow: Annotated[OptionalStr, metavar("EXPERIMENT")] = None
+    """Experiment of MLflow, whose environment variables apply (MLFLOW_TRACKING_URI); needs the extra `mlflow`."""
+    trackio: Annotated[OptionalStr, metavar("PROJECT")] = None
+    """Project of Trackio, whose environment variables apply (TRACKIO_DIR); needs the extra `trackio`."""
     otel: Annotated[OptionalStr, metavar("URL")] = None
     """Collector of OpenTelemetry (OTLP/HTTP), which gets a trace of each incident; needs the extra `otel`."""
     webhook: Annotated[OptionalStr, metavar("URL")] = None

@@ -12,6 +12,7 @@ from typing import Final
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.registry import Registry
 from chameleon_ft.report.sinks.sink import Delivery, Sink
+from chameleon_ft.report.sinks.trackers import Delivered, TrackerSink
 from chameleon_ft.storage.files import RunDirectory
 
 
@@ -61,12 +62,33 @@ def _tensorboard(folder: str, _: RunDirectory) -> Sink:
 def _wandb(project: str, run: RunDirectory) -> Sink:
     from wandb.errors import Error
 
-    from chameleon_ft.report.sinks.weights_and_biases import WandbSink
+    from chameleon_ft.report.sinks.weights_and_biases import WandbTracker
 
+    delivered = Delivered(run, "wandb", project)
     try:
-        return WandbSink(project, run=run)
+        return TrackerSink(WandbTracker(project, run, delivered), delivered)
     except Error as error:
         raise ConfigError(f"{error}; run `wandb login`, or set WANDB_MODE=offline") from None
+
+
+def _mlflow(experiment: str, run: RunDirectory) -> Sink:
+    from mlflow.exceptions import MlflowException
+
+    from chameleon_ft.report.sinks.mlflow import MlflowTracker
+
+    delivered = Delivered(run, "mlflow", experiment)
+    try:
+        return TrackerSink(MlflowTracker(experiment, run, delivered), delivered)
+    except MlflowException as error:
+        remedy = "set MLFLOW_TRACKING_URI to a server, such as http://127.0.0.1:5000"
+        raise ConfigError(f"{str(error).splitlines()[0]:.200}; {remedy}") from None
+
+
+def _trackio(project: str, run: RunDirectory) -> Sink:
+    from chameleon_ft.report.sinks.trackio import TrackioTracker
+
+    delivered = Delivered(run, "trackio", project)
+    return TrackerSink(TrackioTracker(project, run, delivered), delivered)
 
 
 def _otel(url: str, run: RunDirectory) -> Sink:
@@ -93,6 +115,8 @@ SINKS: Final = Registry[SinkType](
     {
         "tensorboard": SinkType(title="TensorBoard", make=_tensorboard, package="tensorboard"),
         "wandb": SinkType(title="Weights & Biases", make=_wandb, package="wandb"),
+        "mlflow": SinkType(title="MLflow", make=_mlflow, package="mlflow"),
+        "trackio": SinkType(title="Trackio", make=_trackio, package="trackio"),
         "otel": SinkType(
             title="the OpenTelemetry collector", make=_otel, package="opentelemetry.exporter.otlp.proto.http"
         ),
