@@ -44,7 +44,7 @@ _GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
         "status": "Show its state: progress, pace, workers, failures, checkpoints, expected end.",
         "watch": "Show its state and its newest events until it is over.",
         "page": "Serve its page for browsers, and its metrics.",
-        "track": "Hand its records to TensorBoard, Weights & Biases, OpenTelemetry or a webhook.",
+        "track": "Hand its records to TensorBoard, trackers (W&B, MLflow, Trackio), OpenTelemetry or a webhook.",
         "diagnose": "Show for each incident which worker failed, where and why, and what was done.",
         "explain": "Show each decision: the candidates, the reason and the outcome.",
         "report": "Compare the measured steps with the predicted ones.",
