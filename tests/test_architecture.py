@@ -31,7 +31,7 @@ PURE = (
     "search",
     "recovery",
 )
-JOBS = {"keys", "config", "job", "data", "models", "optim"}
+JOBS = {"keys", "config", "weights", "job", "data", "models", "optim"}
 RECORDS = {"clock", "config", "events", "storage"}
 
 # An impure part and the others that it may import when it runs.
@@ -40,13 +40,14 @@ MAY_IMPORT = {
     "clock": set[str](),
     "optim": set[str](),
     "config": {"errors", "registry", "workload"},
-    "job": {"errors", "job_arguments", "keys", "config"},
+    "weights": {"errors"},
+    "job": {"errors", "job_arguments", "keys", "config", "weights"},
     "data": {"errors", "quantities", "keys", "config", "job"},
     "events": {"errors", "quantities"},
     "storage": {*PURE, *RECORDS},
     "protocol": {*PURE, *RECORDS},
     "host": {"errors", "events", "protocol"},
-    "models": {"errors", "job_record", "keys", "config", "job", "data", "optim", "cost", "storage"},
+    "models": {"errors", "job_record", "keys", "config", "weights", "job", "data", "optim", "cost", "storage"},
     "report": {*PURE, *RECORDS},
     "simulate": {*PURE, *RECORDS, "report"},
     "verify": {*JOBS - {"models", "optim"}, "errors", "events", "storage"},

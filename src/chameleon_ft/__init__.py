@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from chameleon_ft.errors import ChameleonError, ConfigError
     from chameleon_ft.job import BoundarySpec, Job
     from chameleon_ft.session.session import Callback, EarlyStop, Session, load_checkpoint
+    from chameleon_ft.weights import Pieces, Weights
 
 __all__ = [
     "BoundarySpec",
@@ -23,9 +24,11 @@ __all__ = [
     "ConfigError",
     "EarlyStop",
     "Job",
+    "Pieces",
     "RunConfig",
     "Session",
     "TrainConfig",
+    "Weights",
     "__version__",
     "load_checkpoint",
 ]
@@ -42,9 +45,11 @@ _HOME = {
     "ConfigError": "errors",
     "EarlyStop": "session.session",
     "Job": "job",
+    "Pieces": "weights",
     "RunConfig": "config",
     "Session": "session.session",
     "TrainConfig": "config",
+    "Weights": "weights",
     "load_checkpoint": "session.session",
 }
 

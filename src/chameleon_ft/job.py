@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, Self, SupportsF
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.job_arguments import ArgumentValue, JobArgument, bound_arguments, settable_arguments
 from chameleon_ft.keys import Purpose, random_key, seeded
+from chameleon_ft.weights import StoredName, Weights
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -188,6 +189,8 @@ class Job:
         layer_costs: relative cost of running each layer, by which layers are distributed; None: all equal.
         tied: parameters that layers share: for each, the (layer, name in the layer) of all its copies. The first copy
             gives the initial value. The gradients of all copies are added, so they stay equal and are one parameter.
+        weights: safetensors files that the initial weights are read from, and the names that they have there and in an
+            export. None: all layers are initialised by their factories.
         boundaries: micro-batch size -> output of each layer, for a model whose layers cannot be run before training.
             None: found by running one micro-batch through the layers.
         precision: element type that the layers compute in; `load_job` sets that of the configuration.
@@ -213,6 +216,7 @@ class Job:
     clip_norm: float | None = None
     layer_costs: Sequence[float] | None = None
     tied: Sequence[Sequence[tuple[int, str]]] = ()
+    weights: Weights | None = None
     boundaries: Callable[[int], Sequence[BoundarySpec]] | None = None
     precision: Precision = Precision()
     built_in_full: Collection[int] | None = None
@@ -243,6 +247,8 @@ class Job:
         if self.layer_costs is not None:
             object.__setattr__(self, "layer_costs", _checked_costs(self.layer_costs, len(self.layers)))
         object.__setattr__(self, "tied", _checked_tied(self.tied, len(self.layers)))
+        if self.weights is not None:
+            _check_weights(self.weights, len(self.layers))
 
     @property
     def num_layers(self) -> int:
@@ -256,6 +262,24 @@ class Job:
     def tied_in(self, layer: int) -> frozenset[str]:
         """Return the names of a layer's parameters that other layers share."""
         return frozenset(name for copies in self.tied for number, name in copies if number == layer)
+
+    def stored_as(self, layer: int, name: str) -> StoredName | None:
+        """Return the name of a tensor of a layer in files of weights; None if it has none.
+
+        A tied parameter has that of its first copy.
+        """
+        for copies in self.tied:
+            if (layer, name) in copies:
+                layer, name = copies[0]
+        return (self.weights or Weights()).stored_as(layer, name)
+
+    def read_weights(self, layer: int, module: nn.Module) -> None:
+        """Read the tensors of a layer that the job's files have into it. Raises ConfigError if they cannot be read."""
+        if (weights := self.weights) is None or weights.path is None:
+            return
+        tensors = {**dict(module.named_parameters()), **module.state_dict(keep_vars=True)}
+        named = ((self.stored_as(layer, name), tensor) for name, tensor in tensors.items())
+        weights.read((stored, tensor) for stored, tensor in named if stored is not None and weights.is_read(stored))
 
     @property
     def relative_costs(self) -> tuple[float, ...]:
@@ -398,6 +422,16 @@ def _described(dtype: torch.dtype, shape: Sequence[int]) -> str:
 def _require_callable(name: str, value: object) -> None:
     if not callable(value):
         raise ConfigError(f"`{name}` is {type(value).__name__}: it must be a function")
+
+
+def _check_weights(weights: object, num_layers: int) -> None:
+    if not isinstance(weights, Weights):
+        raise ConfigError(f"`weights` is {weights!r:.80}: give Weights(path, names)")
+    if weights.names is not None and len(weights.names) != num_layers:
+        raise ConfigError(
+            f"`weights` has the names of {len(weights.names)} layers, and the job has {num_layers}: give one mapping "
+            "of names for each layer"
+        )
 
 
 def _checked_tied(

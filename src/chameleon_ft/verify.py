@@ -384,6 +384,7 @@ class PlainLoop:
         for number, factory in enumerate(job.layers):
             torch.manual_seed(init_key(config.seed, number))
             self._layers.append(factory().to(self._device).train())
+            job.read_weights(number, self._layers[-1])
         for (first, first_name), *copies in job.tied:
             shared = self._layers[first].get_parameter(first_name)
             for layer, name in copies:

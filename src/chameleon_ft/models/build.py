@@ -66,7 +66,7 @@ def digests_beside_state(module: nn.Module) -> dict[str, bytes]:
     An attribute may hold anything, such as lists of tensors or other modules. Those of its class count, too, and so do
     global variables that its forward names.
     """
-    state = {id(value): name for name, value in _state(module).items()}
+    state = {id(value): name for name, value in state_tensors(module).items()}
     own = {**state, **{id(part): f"module {name}" for name, part in module.named_modules()}}
     found: dict[str, bytes] = {}
     for path, part in module.named_modules():
@@ -85,7 +85,7 @@ def digests_beside_state(module: nn.Module) -> dict[str, bytes]:
 
 def marks_of_state(module: nn.Module) -> dict[str, object]:
     """Return a value for each parameter and persistent buffer, by name, that differs once a forward changes it."""
-    return {name: (id(value), _version(value), _sum(value)) for name, value in _state(module).items()}
+    return {name: (id(value), _version(value), _sum(value)) for name, value in state_tensors(module).items()}
 
 
 def digest(value: object, own: Mapping[int, str] | None = None) -> bytes:
@@ -130,7 +130,7 @@ def _token(*_: object) -> None:
     """Stand for an object in a digest."""
 
 
-def _state(module: nn.Module) -> dict[str, Tensor]:
+def state_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Return the parameters and the persistent buffers of a module, by name."""
     entries = {**dict(module.named_parameters()), **module.state_dict(keep_vars=True)}
     return {name: each for name, each in entries.items() if isinstance(each, Tensor)}
@@ -168,6 +168,21 @@ def build_layer(job: Job, layer: int, seed: int) -> nn.Module:
         for name in (name for other, name in copies if other == layer):
             with torch.no_grad():
                 module.get_parameter(name).copy_(_initialize(job, first, seed).get_parameter(first_name))
+    return module
+
+
+def initial_layer(job: Job, layer: int, seed: int) -> nn.Module:
+    """Build layer `layer` on the CPU as a run begins with it: read from the job's files of weights, or initialised.
+
+    Parameters that are all read from files are not initialised before. Raises ConfigError if the files cannot be read.
+    """
+    weights = job.weights
+    if weights is None or weights.path is None:
+        return build_layer(job, layer, seed)
+    parameters = [job.stored_as(layer, name) for name, _ in build_on_meta(job, layer).named_parameters()]
+    is_whole = all(stored is not None and weights.is_read(stored) for stored in parameters)
+    module = blank_layer(job, layer, seed) if is_whole else build_layer(job, layer, seed)
+    job.read_weights(layer, module)
     return module
 
 

@@ -28,6 +28,7 @@ from chameleon_ft.models.checks import (
 )
 from chameleon_ft.models.job_record import record_of, sketch
 from chameleon_ft.models.optimizer import check_optimizer, state_bytes, undivided_optimizer
+from chameleon_ft.models.weights import check_weights
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.protocol.job_info import JobInfo
 from chameleon_ft.protocol.parts import BoundaryMessage
@@ -102,6 +103,7 @@ def _inspect_job(config: RunConfig) -> JobInfo:
     run_on = torch.device("meta") if missing_device(config) else claim_device(config)
     device = "" if run_on.type == "meta" or config.is_emulated else device_name(run_on)
     check_separate_parameters(job)
+    check_weights(job)
     if run_on.type != "meta":
         check_optimizer(job, device=run_on)
     hints: list[str] = []

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from chameleon_ft.data.streams import POSITION_KEY, START
 from chameleon_ft.job import BoundarySpec, Job, is_stream
 from chameleon_ft.keys import generator_lock
-from chameleon_ft.models.build import blank_layer, build_layer, seed_forward
+from chameleon_ft.models.build import blank_layer, initial_layer, seed_forward
 from chameleon_ft.models.optimizer import ModelOptimizer
 from chameleon_ft.models.precision import cast_layer
 from chameleon_ft.models.recomputation import selective_recomputation
@@ -57,8 +57,8 @@ class HeldLayer:
 
     @classmethod
     def initial(cls, job: Job, layer: int, *, seed: int, device: torch.device) -> Self:
-        """Build a layer with its initial parameters."""
-        return cls._of(job, layer, build_layer(job, layer, seed), device)
+        """Build a layer with the parameters that a run begins with. Raises ConfigError if they cannot be read."""
+        return cls._of(job, layer, initial_layer(job, layer, seed), device)
 
     @classmethod
     def blank(cls, job: Job, layer: int, *, seed: int, device: torch.device, is_divided: bool = False) -> Self:
