@@ -76,13 +76,14 @@ class Result:
 def _published(name: str, *, smaller: int = 1, seq_len: int) -> LlamaConfig:
     """Return the shape of a published model, or one with every width `smaller` times smaller."""
     shape = MODELS[name]
+    block = shape.blocks[0]
     return LlamaConfig(
         vocab_size=shape.vocab // smaller,
         dim=shape.hidden // smaller,
-        num_layers=shape.blocks,
-        num_heads=max(1, shape.heads // smaller),
-        num_kv_heads=max(1, shape.kv_heads // smaller),
-        ffn_dim=shape.ffn // smaller,
+        num_layers=len(shape.blocks),
+        num_heads=max(1, block.heads // smaller),
+        num_kv_heads=max(1, block.kv_heads // smaller),
+        ffn_dim=block.ffn // smaller,
         seq_len=seq_len,
     )
 

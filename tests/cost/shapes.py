@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from chameleon_ft.cost.presets import Bias, FeedForward, ModelShape, Norm
+from chameleon_ft.cost.shapes import Bias, BlockShape, FeedForward, ModelShape, Norm
 
 
 def model_flops_per_token(shape: ModelShape) -> float:
@@ -12,25 +12,29 @@ def model_flops_per_token(shape: ModelShape) -> float:
     taken off, and what is computed twice to save memory is not added: the measure of model FLOPs utilisation.
     """
     looked_up = shape.embedding_params - (shape.vocab * shape.hidden if shape.tied_embeddings else 0)
-    return 6.0 * (shape.num_params - looked_up) + 12.0 * shape.blocks * shape.query_dim * shape.seq_len
+    query_dims = sum(block.query_dim for block in shape.blocks)
+    return 6.0 * (shape.active_params - looked_up) + 12.0 * query_dims * shape.seq_len
 
 
 def gpt(*, hidden: int, blocks: int, heads: int, seq_len: int, vocab: int) -> ModelShape:
     """A GPT as Narayanan et al. and Korthikanti et al. count it."""
-    return ModelShape(
-        name="gpt",
+    block = BlockShape(
         hidden=hidden,
-        blocks=blocks,
         heads=heads,
         kv_heads=heads,
         head_dim=hidden // heads,
         ffn=4 * hidden,
-        vocab=vocab,
-        seq_len=seq_len,
-        tied_embeddings=True,
         feed_forward=FeedForward.GELU,
         norm=Norm.LAYER,
         bias=Bias.ALL,
         dropout=True,
-        learned_positions=True,
+        rotary=False,
+    )
+    return ModelShape(
+        name="gpt",
+        blocks=(block,) * blocks,
+        vocab=vocab,
+        seq_len=seq_len,
+        tied_embeddings=True,
+        positions=seq_len,
     )

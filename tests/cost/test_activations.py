@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from chameleon_ft.config import LlamaConfig
 from chameleon_ft.cost.derive import derive_workload
-from chameleon_ft.cost.presets import DEVICES, STATE_POLICIES, Attention, Execution, ModelShape, Recompute, model_shape
+from chameleon_ft.cost.presets import DEVICES, STATE_POLICIES, Attention, Execution, Recompute, model_shape
+from chameleon_ft.cost.shapes import BlockShape, ModelShape
 from chameleon_ft.models.llama import Block, Head, next_token_loss
 from tests.cost.shapes import gpt
 
@@ -33,7 +34,7 @@ def block_bytes(shape: ModelShape, execution: Execution, *, micro_batch_size: in
 @pytest.mark.parametrize("b", [1, 4])
 @pytest.mark.parametrize("t", [1, 8])
 def test_a_block_keeps_what_the_paper_says(shape: ModelShape, b: int, t: int) -> None:
-    s, h, a = shape.seq_len, shape.hidden, shape.heads
+    s, h, a = shape.seq_len, shape.hidden, shape.blocks[0].heads
     sbh = s * b * h
 
     def kept(recompute: Recompute, *, sequence_parallel: bool) -> int:
@@ -59,7 +60,7 @@ def test_a_block_that_is_recomputed_selectively_drops_norms_activation_function_
     block, sbh = workload.layers[1], shape.seq_len * shape.hidden
 
     # Of 34 s b h, outputs of two norms have 2 each, and of the activation function 8; flash attention keeps 4 a s b.
-    core = 4 * shape.seq_len * shape.heads if attention is Attention.FLASH else 0
+    core = 4 * shape.seq_len * shape.blocks[0].heads if attention is Attention.FLASH else 0
     assert block.selective_bytes == pytest.approx(((34 - 4 - 8) * sbh + core) / t)
     assert 0 < block.selective_s < 0.3 * block.forward_s
     assert workload.layers[0].selective_bytes is workload.layers[-1].selective_bytes is None
@@ -94,7 +95,7 @@ def test_a_llama_block_keeps_each_tensor_of_its_graph() -> None:
 
     kept = block_bytes(shape, Execution(), micro_batch_size=1)[0]
 
-    row_statistics = 4 * shape.heads
+    row_statistics = 4 * shape.blocks[0].heads
     assert kept == shape.seq_len * (2 * sum(elements.values()) + row_statistics)
 
 
@@ -120,9 +121,8 @@ def test_autograd_keeps_what_is_counted(kv_heads: int) -> None:
     config = LlamaConfig(
         vocab_size=512, dim=256, num_layers=1, num_heads=4, num_kv_heads=kv_heads, ffn_dim=704, seq_len=128
     )
-    shape = ModelShape(
-        name="small", hidden=256, blocks=1, heads=4, kv_heads=kv_heads, head_dim=64, ffn=704, vocab=512, seq_len=128
-    )
+    of_block = BlockShape(hidden=256, heads=4, kv_heads=kv_heads, head_dim=64, ffn=704)
+    shape = ModelShape(name="small", blocks=(of_block,), vocab=512, seq_len=128)
     workload = derive_workload(
         shape, DEVICES["a100-80g"], micro_batch_size=2, micro_batches=1, state=STATE_POLICIES["fp32"]
     )

@@ -57,7 +57,7 @@ def test_every_preset_has_a_workload(name: str, device_name: str) -> None:
     workload = derive_workload(shape, device(device_name), micro_batch_size=1, micro_batches=8)
 
     assert [layer.name for layer in workload.layers[:2]] == ["embedding", "block 1"]
-    assert len(workload.layers) == shape.blocks + 2
+    assert len(workload.layers) == len(shape.blocks) + 2
     assert sum(layer.param_bytes for layer in workload.layers) == 2 * shape.num_params
     for layer in workload.layers[1:]:
         assert layer.forward_s > 0

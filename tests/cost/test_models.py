@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from chameleon_ft.cost.derive import layer_work
-from chameleon_ft.cost.presets import MODELS, Attention, Execution, Recompute, from_hugging_face, model_shape
+from chameleon_ft.cost.hugging_face import from_hugging_face
+from chameleon_ft.cost.presets import MODELS, Attention, Execution, Recompute, model_shape
 from chameleon_ft.errors import ConfigError
 from tests.cost.shapes import gpt, model_flops_per_token
 from tests.golden import refused
@@ -36,7 +37,7 @@ def test_the_parameters_are_those_of_the_published_model(name: str, params: int)
     shape = model_shape(name)
 
     assert shape.num_params == params
-    assert len(shape.layer_params) == shape.blocks + 2
+    assert len(shape.layer_params) == len(shape.blocks) + 2
 
 
 @pytest.mark.parametrize(
@@ -62,7 +63,7 @@ def test_operations_are_six_for_a_parameter_and_those_of_attention(name: str) ->
     # PaLM, appendix B; norms and biases are in N but take no products, hence not quite equal.
     assert flops == pytest.approx(model_flops_per_token(shape), rel=1e-4)
     assert model_flops_per_token(shape) == pytest.approx(
-        6 * (shape.num_params - shape.vocab * shape.hidden) + 12 * shape.blocks * shape.hidden * shape.seq_len
+        6 * (shape.num_params - shape.vocab * shape.hidden) + 12 * len(shape.blocks) * shape.hidden * shape.seq_len
     )
 
 
@@ -102,7 +103,13 @@ def test_names_may_be_written_in_capitals() -> None:
 
 
 @pytest.mark.parametrize("change", [{"hidden": 0}, {"kv_heads": 5}])
-def test_impossible_shapes_are_refused(change: dict[str, Any]) -> None:
+def test_impossible_blocks_are_refused(change: dict[str, Any]) -> None:
+    with refused(ConfigError):
+        dataclasses.replace(model_shape("llama3-8b").blocks[0], **change)
+
+
+@pytest.mark.parametrize("change", [{"vocab": 0}, {"blocks": ()}, {"positions": 8191}])
+def test_impossible_models_are_refused(change: dict[str, Any]) -> None:
     with refused(ConfigError):
         dataclasses.replace(model_shape("llama3-8b"), **change)
 
@@ -154,18 +161,22 @@ def test_keys_that_files_leave_out_or_null_follow_from_others() -> None:
     config = {**LLAMA_3_8B, "head_dim": None}
     del config["num_key_value_heads"]
 
-    assert from_hugging_face(config).kv_heads == 32
-    assert from_hugging_face(config).head_dim == 128
+    block = from_hugging_face(config).blocks[0]
+    assert block.kv_heads == 32
+    assert block.head_dim == 128
 
 
 @pytest.mark.parametrize(
     "change",
     [
+        {"model_type": "bert"},
         {"model_type": "mixtral"},
+        {"model_type": "gemma3", "text_config": {}},
+        {"quantization_config": {"quant_method": "mxfp4"}},
         {"hidden_size": None},
         {"vocab_size": "many"},
-        {"hidden_act": "gelu"},
-        {"attention_bias": True},
+        {"hidden_act": "xielu"},
+        {"mlp_bias": True},
         {"num_attention_heads": 33, "num_key_value_heads": 33},
     ],
 )

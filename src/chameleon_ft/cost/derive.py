@@ -17,7 +17,10 @@ holds for other blocks:
 - grouped-query attention keeps narrower keys and values;
 - SwiGLU keeps gate, up, silu(gate) and the product, 4 f elements, where GELU keeps input and output;
 - flash attention keeps one float32 for each row of the scores instead of the scores;
-- without dropout there are no masks, and the output of the softmax is kept once.
+- without dropout there are no masks, and the output of the softmax is kept once;
+- with experts a token's input is copied for each that computes it, and what each returns is kept for the router's
+  gradient. The gradient of the fused parameter of all experts is one tensor;
+- latent attention keeps the compressed queries, keys and values before and after their norms, and expanded ones.
 
 A block that a plan recomputes selectively drops the outputs of its fast operations: of both norms, of the activation
 function and the product with up, and the core of attention unless it is flash attention. It keeps the rest: inputs of
@@ -33,16 +36,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
-from chameleon_ft.cost.presets import (
-    STATE_POLICIES,
-    Attention,
-    Device,
-    Execution,
-    FeedForward,
-    ModelShape,
-    Recompute,
-    StatePolicy,
-)
+from chameleon_ft.cost.presets import STATE_POLICIES, Attention, Device, Execution, Recompute, StatePolicy
+from chameleon_ft.cost.shapes import BlockShape, FeedForward, HeadNorm, ModelShape
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.workload import LayerCost, TiedParameters, Workload
 
@@ -63,26 +58,37 @@ def embedding_bytes(shape: ModelShape, execution: Execution, *, tokens: int, ele
     }
 
 
-def block_bytes(shape: ModelShape, execution: Execution, *, tokens: int, element_bytes: int) -> dict[str, int]:
+def block_bytes(
+    block: BlockShape, execution: Execution, *, seq_len: int, tokens: int, element_bytes: int
+) -> dict[str, int]:
     """Return byte fields of the `LayerCost` of a block on one rank, if it keeps all that its backward needs.
 
     The working bytes are the gradients inside the feed-forward (of its output and twice its inner width), and the
-    gradient of the largest matrix before it is added up.
+    gradient of the largest parameter before it is added up.
     """
-    hidden, ffn, tp = shape.hidden, shape.ffn, execution.tp
+    hidden, ffn, tp = block.hidden, block.active_ffn, execution.tp
     flash = execution.attention is Attention.FLASH
-    masks = 2 * hidden * _MASK_BYTES if shape.dropout else 0
+    masks = 2 * hidden * _MASK_BYTES if block.dropout else 0
     # Elements of query, key, value and the input of the output projection; of gate and up, or up alone; of silu(gate).
-    attention = 2 * shape.query_dim + 2 * shape.kv_dim
-    inner, gate = shape.inner_width, ffn if shape.feed_forward is FeedForward.SWIGLU else 0
+    attention = block.query_dim + block.key_dim + block.value_dim + block.output_dim
+    inner, gate = block.inner_per_ffn * ffn, ffn if block.feed_forward is FeedForward.SWIGLU else 0
+    # Inputs of norms of queries and keys, or of the latents before their norms: by matrices they are needed as well.
+    normed = 0 if block.head_norm is HeadNorm.NONE else block.query_dim + block.key_dim
+    # Latents, and each token's copies for its experts and what those return, are whole on every rank.
+    copies = block.experts.active * hidden if block.experts else 0
+    whole = block.norms.kept * hidden + 2 * block.latent_dim + 2 * copies
+    whole_selectively = block.norms.kept_selectively * hidden + block.latent_dim + 2 * copies
+    whole_for_w = 4 * hidden + 2 * block.latent_dim + 2 * copies
+    # Scores and probabilities of the router.
+    router = 2 * block.experts.count * _FLOAT32_BYTES if block.experts else 0
     # The core of attention: scores after softmax, and after dropout with its mask.
     if flash:
-        core = shape.heads * _FLOAT32_BYTES
+        core = block.heads * _FLOAT32_BYTES
     elif execution.recompute is Recompute.SELECTIVE:
         core = 0
     else:
-        copies = 2 * element_bytes + _MASK_BYTES if shape.dropout else element_bytes
-        core = shape.heads * shape.seq_len * copies
+        score_bytes = 2 * element_bytes + _MASK_BYTES if block.dropout else element_bytes
+        core = block.heads * seq_len * score_bytes
 
     def kept(whole_bytes: int, split_bytes: int) -> int:
         """Bytes of all tokens, of tensors that tensor parallelism leaves whole and of those that it splits."""
@@ -90,16 +96,17 @@ def block_bytes(shape: ModelShape, execution: Execution, *, tokens: int, element
 
     gradients = _per_rank((hidden + 2 * ffn) * element_bytes, tp) * tokens
     return {
-        # Whole are the inputs of both norms, of query, key and value, and of the feed-forward.
+        # Whole are the inputs of norms, of query, key and value, and of the feed-forward.
         "activation_bytes": kept(
-            4 * hidden * element_bytes + masks, (attention + ffn + inner + gate) * element_bytes + core
+            whole * element_bytes + masks + router, (attention + normed + ffn + inner + gate) * element_bytes + core
         ),
         "selective_bytes": kept(
-            2 * hidden * element_bytes + masks, (attention + inner) * element_bytes + (core if flash else 0)
+            whole_selectively * element_bytes + masks + router,
+            (attention + inner) * element_bytes + (core if flash else 0),
         ),
         # Whole are the inputs of both halves, and the gradients of their outputs.
-        "weight_grad_bytes": kept(4 * hidden * element_bytes, (attention + ffn + inner) * element_bytes),
-        "working_bytes": gradients + _per_rank(max(shape.block_matrices) * element_bytes, tp),
+        "weight_grad_bytes": kept(whole_for_w * element_bytes, (attention + ffn + inner) * element_bytes),
+        "working_bytes": gradients + _per_rank(block.largest_matrix * element_bytes, tp),
     }
 
 
@@ -181,23 +188,28 @@ def derive_workload(
             **num_bytes,
         )
 
-    embedding, block, *_, head = layer_work(shape, execution, element_bytes)
-    kept, in_block, in_head = (
-        each(shape, execution, tokens=tokens, element_bytes=element_bytes)
-        for each in (embedding_bytes, block_bytes, head_bytes)
-    )
+    embedding, *blocks, head = layer_work(shape, execution, element_bytes)
+    sizes: Any = {"tokens": tokens, "element_bytes": element_bytes}
+    kept, in_head = (each(shape, execution, **sizes) for each in (embedding_bytes, head_bytes))
     layers = (
         cost("embedding", embedding, shape.embedding_params, output_bytes=boundary_bytes, **kept),
         *(
-            cost(f"block {number}", block, shape.block_params, reductions_s, output_bytes=boundary_bytes, **in_block)
-            for number in range(1, shape.blocks + 1)
+            cost(
+                f"block {number}",
+                work,
+                block.params,
+                reductions_s,
+                output_bytes=boundary_bytes,
+                **block_bytes(block, execution, seq_len=shape.seq_len, **sizes),
+            )
+            for number, (block, work) in enumerate(zip(shape.blocks, blocks, strict=True), start=1)
         ),
         cost("head", head, shape.head_params, **in_head),
     )
     tied: tuple[TiedParameters, ...] = ()
     if shape.tied_embeddings:
         tied_params = -(-shape.vocab * shape.hidden // tp)
-        tied = (TiedParameters((0, shape.blocks + 1), tied_params * state.gradients.num_bytes),)
+        tied = (TiedParameters((0, len(shape.blocks) + 1), tied_params * state.gradients.num_bytes),)
     workload = Workload(layers, micro_batches, micro_batch_size, tied=tied)
     return workload.recomputed() if execution.recompute is Recompute.FULL else workload
 
@@ -241,20 +253,26 @@ def layer_work(shape: ModelShape, execution: Execution, element_bytes: int) -> t
         forward_traffic=2.0 * row_bytes + loss_traffic,
         input_grad_traffic=2 * 2.0 * row_bytes + loss_traffic,
     )
-    return (embedding, *(_block_work(shape, execution, element_bytes) for _ in range(shape.blocks)), head)
+    blocks = (_block_work(block, execution, shape.seq_len, element_bytes) for block in shape.blocks)
+    return (embedding, *blocks, head)
 
 
-def _block_work(shape: ModelShape, execution: Execution, element_bytes: int) -> TokenWork:
+def _block_work(block: BlockShape, execution: Execution, seq_len: int, element_bytes: int) -> TokenWork:
     flash = execution.attention is Attention.FLASH
-    matrices = 2.0 * sum(shape.block_matrices)
-    scores = 4.0 * shape.query_dim * shape.seq_len * (0.5 if flash else 1.0)
+    matrices = 2.0 * block.active_matrices
+    scores = 2.0 * (block.query_dim + block.output_dim) * (_seen(seq_len, block.window) if flash else seq_len)
     repeated_scores = 0.0 if flash else scores
     always = execution.recompute is Recompute.SELECTIVE
     # Elements that fast operations read and write: norms, and the activation function with the product with up; then
-    # residual sums, and rotary positions.
-    recomputable = 2 * 2 * shape.hidden + (3 if shape.feed_forward is FeedForward.SWIGLU else 2) * shape.ffn
-    rotation = 0 if shape.learned_positions else 2 * (shape.query_dim + shape.kv_dim)
-    traffic = float(recomputable + 2 * 3 * shape.hidden + rotation) * element_bytes
+    # residual sums, rotary positions, copies for experts and their sum, and norms of queries, keys and latents.
+    activation = 3 if block.feed_forward is FeedForward.SWIGLU else 2
+    recomputable = 2 * block.norms.count * block.hidden + activation * block.active_ffn
+    rotation = 2 * (block.query_dim + block.key_dim) if block.rotary else 0
+    routing = 4 * block.experts.active * block.hidden if block.experts else 0
+    normed = 2 * block.latent_dim
+    if block.head_norm is not HeadNorm.NONE:
+        normed += 2 * (block.query_dim + block.key_dim)
+    traffic = float(recomputable + 2 * 3 * block.hidden + rotation + routing + normed) * element_bytes
     return TokenWork(
         forward_flops=matrices + scores,
         input_grad_flops=matrices + (2.5 if flash else 2.0) * scores + (repeated_scores if always else 0.0),
@@ -264,3 +282,9 @@ def _block_work(shape: ModelShape, execution: Execution, element_bytes: int) -> 
         selective_flops=0.0 if always else repeated_scores,
         selective_traffic=float(recomputable) * element_bytes,
     )
+
+
+def _seen(seq_len: int, window: int | None) -> float:
+    """Return how many tokens a token of a sequence looks at, on average, behind a causal mask with a window."""
+    seen = min(seq_len, window or seq_len)
+    return seen - seen**2 / (2 * seq_len)

@@ -36,136 +36,9 @@ from enum import StrEnum
 from typing import Final, TypeVar
 
 from chameleon_ft.cluster import Cluster, Link, Worker
+from chameleon_ft.cost.shapes import Bias, BlockShape, ModelShape
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.plan.frozen_map import FrozenMap
-
-
-class FeedForward(StrEnum):
-    """The feed-forward half of a block: down(silu(gate(x)) * up(x)) with three matrices, or down(gelu(up(x)))."""
-
-    SWIGLU = "swiglu"
-    GELU = "gelu"
-
-
-class Norm(StrEnum):
-    """Root-mean-square norm with a gain, or layer norm with a gain and a bias."""
-
-    RMS = "rms"
-    LAYER = "layer"
-
-
-class Bias(StrEnum):
-    """Which matrices of a block have a bias: none, those of query, key and value (Qwen2), or all (GPT)."""
-
-    NONE = "none"
-    QKV = "qkv"
-    ALL = "all"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelShape:
-    """The shape of a model: embedding, `blocks` transformer blocks, and final norm with output projection.
-
-    These are its `blocks + 2` layers, the units of partition.
-
-    Attributes:
-        name: name of the model.
-        hidden: width of the residual stream (h).
-        blocks: transformer blocks (L).
-        heads: query heads (a).
-        kv_heads: key and value heads; fewer than `heads` is grouped-query attention (Ainslie et al. 2023).
-        head_dim: width of a head; `hidden / heads` in nearly all models.
-        ffn: inner width of the feed-forward.
-        vocab: rows of the embedding, padding included.
-        seq_len: tokens in a training sequence (s).
-        tied_embeddings: the output projection is the embedding. Its layer then holds a copy.
-        feed_forward, norm, bias: variants of the block.
-        dropout: dropout follows attention's softmax and both halves of a block, so that masks are kept.
-        learned_positions: positions have embeddings of their own; with rotary positions they have none.
-
-    Raises:
-        ConfigError: a count below one, or heads that are not a multiple of the key and value heads.
-    """
-
-    name: str
-    hidden: int
-    blocks: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    ffn: int
-    vocab: int
-    seq_len: int
-    tied_embeddings: bool = False
-    feed_forward: FeedForward = FeedForward.SWIGLU
-    norm: Norm = Norm.RMS
-    bias: Bias = Bias.NONE
-    dropout: bool = False
-    learned_positions: bool = False
-
-    def __post_init__(self) -> None:
-        for field in ("hidden", "blocks", "heads", "kv_heads", "head_dim", "ffn", "vocab", "seq_len"):
-            if getattr(self, field) < 1:
-                raise ConfigError(f"{field} of model {self.name!r} must be at least 1; got {getattr(self, field)}")
-        if self.heads % self.kv_heads:
-            raise ConfigError(
-                f"model {self.name!r} has {self.heads} heads, which {self.kv_heads} key and value heads cannot share "
-                "equally; kv_heads must divide heads"
-            )
-
-    @property
-    def query_dim(self) -> int:
-        """Width of all query heads together, and of the output of attention."""
-        return self.heads * self.head_dim
-
-    @property
-    def kv_dim(self) -> int:
-        """Width of all key heads together, and of all value heads."""
-        return self.kv_heads * self.head_dim
-
-    @property
-    def block_matrices(self) -> tuple[int, ...]:
-        """Elements of each matrix of a block: query, key, value, output; then those of the feed-forward."""
-        ffn_matrices = 3 if self.feed_forward is FeedForward.SWIGLU else 2
-        attention = (self.hidden * self.query_dim, self.hidden * self.kv_dim, self.hidden * self.kv_dim)
-        return (*attention, self.query_dim * self.hidden, *(self.hidden * self.ffn for _ in range(ffn_matrices)))
-
-    @property
-    def block_params(self) -> int:
-        """Parameters of one block: its matrices, their biases and two norms."""
-        qkv_biases = self.query_dim + 2 * self.kv_dim
-        biases = {Bias.NONE: 0, Bias.QKV: qkv_biases, Bias.ALL: qkv_biases + 2 * self.hidden + self.inner_width}
-        return sum(self.block_matrices) + biases[self.bias] + 2 * self._norm_params
-
-    @property
-    def inner_width(self) -> int:
-        """Width of the first output of the feed-forward: gate and up, or up alone."""
-        return self.ffn * (2 if self.feed_forward is FeedForward.SWIGLU else 1)
-
-    @property
-    def embedding_params(self) -> int:
-        """Parameters of the first layer."""
-        return (self.vocab + (self.seq_len if self.learned_positions else 0)) * self.hidden
-
-    @property
-    def head_params(self) -> int:
-        """Parameters that the last layer holds: final norm and output projection, the latter a copy if it is tied."""
-        return self._norm_params + self.vocab * self.hidden
-
-    @property
-    def layer_params(self) -> tuple[int, ...]:
-        """Parameters that each of the `blocks + 2` layers holds."""
-        return (self.embedding_params, *(self.block_params for _ in range(self.blocks)), self.head_params)
-
-    @property
-    def num_params(self) -> int:
-        """Parameters of the model, a tied embedding counted once."""
-        return sum(self.layer_params) - (self.vocab * self.hidden if self.tied_embeddings else 0)
-
-    @property
-    def _norm_params(self) -> int:
-        return self.hidden * (2 if self.norm is Norm.LAYER else 1)
-
 
 Preset = TypeVar("Preset")
 
@@ -184,23 +57,23 @@ def named(presets: Mapping[str, Preset], name: str, kind: str) -> Preset:
     raise ConfigError.unknown_name(kind, name, presets)
 
 
-# Model types of Hugging Face made of the blocks that `ModelShape` describes, with their default biases.
-_TYPES: Final[Mapping[str, Bias]] = FrozenMap({"llama": Bias.NONE, "mistral": Bias.NONE, "qwen2": Bias.QKV})
-
-
 MODELS: Final[Mapping[str, ModelShape]] = FrozenMap(
     {
         name: ModelShape(
             name=name,
-            hidden=hidden,
-            blocks=blocks,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=hidden // heads,
-            ffn=ffn,
+            blocks=(
+                BlockShape(
+                    hidden=hidden,
+                    heads=heads,
+                    kv_heads=kv_heads,
+                    head_dim=hidden // heads,
+                    ffn=ffn,
+                    bias=Bias.QKV if name.startswith("qwen") else Bias.NONE,
+                ),
+            )
+            * blocks,
             vocab=vocab,
             seq_len=seq_len,
-            bias=Bias.QKV if name.startswith("qwen") else Bias.NONE,
         )
         for name, hidden, blocks, heads, kv_heads, ffn, vocab, seq_len in (
             ("llama2-7b", 4096, 32, 32, 32, 11_008, 32_000, 4096),
@@ -224,55 +97,6 @@ def model_shape(name: str) -> ModelShape:
     Raises ConfigError if it is unknown.
     """
     return named(MODELS, name, "model")
-
-
-def from_hugging_face(config: Mapping[str, object], *, seq_len: int | None = None) -> ModelShape:
-    """Return the shape that `config`, a parsed `config.json`, describes.
-
-    Args:
-        config: keys and values of the file; keys that do not affect the shape are ignored.
-        seq_len: tokens in a training sequence; None for `max_position_embeddings`, which is often far longer than the
-            sequences of the training.
-
-    Raises:
-        ConfigError: a key that is missing or not a positive integer, or a type of model with other blocks: mixtures of
-            experts, biases in the output projection or the feed-forward, an activation other than SiLU.
-    """
-    model_type = config.get("model_type")
-    if not isinstance(model_type, str) or model_type not in _TYPES:
-        raise ConfigError(f"model_type is {model_type!r}; a shape can be read for these: {', '.join(_TYPES)}")
-    if (activation := config.get("hidden_act", "silu")) != "silu":
-        raise ConfigError(
-            f"hidden_act is {activation!r}; a {model_type} with another activation than 'silu' is unknown"
-        )
-    for key in ("attention_bias", "mlp_bias"):
-        if config.get(key, False):
-            raise ConfigError(f"{key} is set; a {model_type} with biases in all matrices of a block is unknown")
-
-    def integer(key: str, default: int | None = None) -> int:
-        # Files contain null for a value that follows from others.
-        value = default if (given := config.get(key)) is None else given
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            problem = "is missing" if value is None else f"is {value!r}"
-            raise ConfigError(f"{key} {problem}; config.json must give it as an integer of at least 1")
-        return value
-
-    hidden, heads = integer("hidden_size"), integer("num_attention_heads")
-    if config.get("head_dim") is None and hidden % heads:
-        raise ConfigError(f"hidden_size {hidden} does not divide by num_attention_heads {heads}; give head_dim")
-    return ModelShape(
-        name=str(config.get("_name_or_path") or model_type),
-        hidden=hidden,
-        blocks=integer("num_hidden_layers"),
-        heads=heads,
-        kv_heads=integer("num_key_value_heads", heads),
-        head_dim=integer("head_dim", hidden // heads),
-        ffn=integer("intermediate_size"),
-        vocab=integer("vocab_size"),
-        seq_len=integer("max_position_embeddings") if seq_len is None else seq_len,
-        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-        bias=_TYPES[model_type],
-    )
 
 
 class Attention(StrEnum):
@@ -325,11 +149,14 @@ class Execution:
 
     def check(self, shape: ModelShape) -> None:
         """Raise ConfigError unless `tp` ranks can share the heads and the feed-forward of `shape` equally."""
-        for field in ("heads", "kv_heads", "ffn", "vocab"):
-            if getattr(shape, field) % self.tp:
-                raise ConfigError(
-                    f"tp {self.tp} does not divide {field} {getattr(shape, field)} of {shape.name!r}; use a divisor"
-                )
+        sizes = {("vocab", shape.vocab)}
+        for block in shape.blocks:
+            sizes |= {("heads", block.heads), ("kv_heads", block.kv_heads), ("ffn", block.ffn)}
+            if block.experts is not None:
+                sizes |= {("ffn of an expert", block.experts.ffn), ("ffn of shared experts", block.experts.shared_ffn)}
+        for name, size in sorted(sizes):
+            if size % self.tp:
+                raise ConfigError(f"tp {self.tp} does not divide {name} {size} of {shape.name!r}; use a divisor")
 
     @property
     def shared(self) -> int:

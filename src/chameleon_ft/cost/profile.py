@@ -11,7 +11,8 @@ from typing import Any, Final, Literal
 
 from chameleon_ft.cluster import Cluster, Link, Worker
 from chameleon_ft.cost.derive import derive_workload
-from chameleon_ft.cost.presets import STATE_POLICIES, Device, Execution, ModelShape, StatePolicy
+from chameleon_ft.cost.presets import STATE_POLICIES, Device, Execution, StatePolicy
+from chameleon_ft.cost.shapes import ModelShape
 from chameleon_ft.errors import ProfileError
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.workload import LayerCost, TiedParameters, Workload

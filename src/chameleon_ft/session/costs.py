@@ -16,20 +16,20 @@ from pydantic.dataclasses import dataclass
 from typing_extensions import Doc
 
 from chameleon_ft.config import MAX_WORKERS, RunConfig
+from chameleon_ft.cost.hugging_face import from_hugging_face
 from chameleon_ft.cost.presets import (
     DEVICES,
     MODELS,
     PRECISIONS,
     STATE_POLICIES,
     Execution,
-    ModelShape,
     Recompute,
     device,
-    from_hugging_face,
     model_shape,
     state_policy,
 )
 from chameleon_ft.cost.profile import Profile, derived_profile
+from chameleon_ft.cost.shapes import ModelShape
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.session.configuration import absolute_job, prepare_data_of
 from chameleon_ft.storage.profiles import cached_profile, profile_cache, profile_cache_file, read_profile
@@ -50,6 +50,8 @@ class ModelRequest:
     model: Annotated[
         str | None, "NAME", Doc(f"Published model: {', '.join(MODELS)}; or a Hugging Face config.json.")
     ] = None
+    seq_len: PositiveInt | None = None
+    """Tokens in a training sequence, with --model; that of its pre-training, or the longest, if not given."""
     device: Annotated[str | None, "NAME", Doc(f"Device it runs on: {', '.join(DEVICES)}; h100 for short.")] = None
     micro_batch_size: Annotated[
         str | None,
@@ -105,7 +107,9 @@ class ModelRequest:
         Raises ConfigError, whose message says what to change; for an unknown name it gives the nearest known one.
         """
         assert self.model is not None
-        shape = _read_shape(self.model) if self.model.endswith(".json") else model_shape(self.model)
+        shape = _read_shape(self.model, self.seq_len) if self.model.endswith(".json") else model_shape(self.model)
+        if self.seq_len is not None:
+            shape = dataclasses.replace(shape, seq_len=self.seq_len)
         if self.device is None:
             raise ConfigError(f"--model {self.model}: needs the --device that it runs on, such as h100-80g")
         if self.recompute not in (None, *Recompute):
@@ -189,13 +193,13 @@ def given_flags(request: DataclassInstance) -> Iterator[tuple[str, Any]]:
             yield f"--{field.name.replace('_', '-')}", value
 
 
-def _read_shape(file: str) -> ModelShape:
+def _read_shape(file: str, seq_len: int | None) -> ModelShape:
     """Read the config.json of a Hugging Face model. Raises ConfigError."""
     try:
         data = json.loads(Path(file).read_text(encoding="utf-8"))
         if not isinstance(data, dict):
             raise ConfigError("should hold a JSON object, as the config.json of a model does")
-        return from_hugging_face(data)
+        return from_hugging_face(data, seq_len=seq_len)
     except OSError as error:
         raise ConfigError(f"--model {file}: cannot be read: {error.strerror}") from None
     except ValueError as error:

@@ -12,8 +12,9 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 from typing_extensions import Doc
 
 from chameleon_ft.config import Batch, Parallel, RunConfig, Snapshots, TrainConfig, config_type, parse_config
-from chameleon_ft.cost.presets import PRECISIONS, ModelShape, device, state_policy
+from chameleon_ft.cost.presets import PRECISIONS, device, state_policy
 from chameleon_ft.cost.profile import Profile, derived_profile
+from chameleon_ft.cost.shapes import BlockShape, ModelShape
 from chameleon_ft.cost.snapshots import SnapshotChoice, SnapshotRule, choose_snapshots
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.plan import Plan, data_pipeline_plan
@@ -364,15 +365,19 @@ def _profile_of_config(config: RunConfig, path: Path, *, device_name: str | None
         model = config.model
         shape = ModelShape(
             name=f"the Llama of dim {model.dim}",
-            hidden=model.dim,
-            blocks=model.num_layers,
-            heads=model.num_heads,
-            kv_heads=model.num_kv_heads,
-            head_dim=model.dim // model.num_heads,
-            ffn=model.ffn_dim,
+            blocks=(
+                BlockShape(
+                    hidden=model.dim,
+                    heads=model.num_heads,
+                    kv_heads=model.num_kv_heads,
+                    head_dim=model.dim // model.num_heads,
+                    ffn=model.ffn_dim,
+                    dropout=model.dropout > 0,
+                ),
+            )
+            * model.num_layers,
             vocab=model.vocab_size,
             seq_len=model.seq_len,
-            dropout=model.dropout > 0,
         )
         size = config.batch.micro_batch_size
         state = state_policy(PRECISIONS[config.precision])
