@@ -27,7 +27,7 @@ from chameleon_ft.plan.frozen_map import FrozenMap
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Family:
-    """What a type of model has that its file does not say.
+    """The facts about a type of model that its file leaves out.
 
     Attributes:
         bias: matrices with biases if the file does not say so.
