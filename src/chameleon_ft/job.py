@@ -349,17 +349,17 @@ def arguments_of_job(reference: str, config: RunConfig) -> tuple[JobArgument, ..
     return tuple(settable_arguments(_import_function(reference, config, kind="job")).values())
 
 
-def call_function(reference: str, config: RunConfig, *, kind: str) -> Any:
+def call_function(reference: str, config: RunConfig, *, kind: str, arguments: Mapping[str, Any] | None = None) -> Any:
     """Import the function that `reference` names, call it, and return its result.
 
-    As `load_job`, but for any kind of function. Raises ConfigError if there is none.
+    As `load_job`, but for any kind of function, and for any arguments. Raises ConfigError if there is none.
     """
-    return _call(_import_function(reference, config, kind=kind), config, {})
+    return _call(_import_function(reference, config, kind=kind), config, arguments or {})
 
 
-def _call(function: Callable[..., Any], config: RunConfig, arguments: Mapping[str, ArgumentValue]) -> Any:
+def _call(function: Callable[..., Any], config: RunConfig, arguments: Mapping[str, Any]) -> Any:
     with seeded(random_key(config.seed, Purpose.JOB)):
-        return function(*((config,) if _needs_an_argument(function) else ()), **arguments)
+        return function(*((config,) if _needs_an_argument(function, arguments) else ()), **arguments)
 
 
 def _import_function(reference: str, config: RunConfig, *, kind: str) -> Callable[..., Any]:
@@ -518,7 +518,7 @@ def _import_file(path: Path) -> ModuleType:
     return module
 
 
-def _needs_an_argument(function: Callable[..., Any]) -> bool:
+def _needs_an_argument(function: Callable[..., Any], given: Collection[str]) -> bool:
     # A parameter with a default may be meant for anything.
-    parameters = inspect.signature(function).parameters.values()
+    parameters = [each for each in inspect.signature(function).parameters.values() if each.name not in given]
     return any(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty for p in parameters)

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
-from chameleon_ft import Callback, ConfigError, EarlyStop, Session
+from chameleon_ft import Callback, ConfigError, EarlyStop, RunConfig, Session, TrainConfig
+from chameleon_ft.errors import RunFailedError
 from chameleon_ft.events.kinds import CheckpointComplete, Hint
 from chameleon_ft.events.lines import Record
 from chameleon_ft.events.records import Evaluation, FailureRecord, RunStatus, StepRecord
+from chameleon_ft.session.callback_process import load_callbacks
+from chameleon_ft.session.callbacks import callbacks_beside
+from chameleon_ft.session.configuration import with_absolute_paths
 from chameleon_ft.session.session import Callbacks
+from chameleon_ft.storage.files import RunDirectory
+from tests.golden import refused
 
 
 def evaluation(loss: float | None, step: int = 0) -> Evaluation:
@@ -45,6 +53,7 @@ class Run:
 
     def __init__(self) -> None:
         self.stops = 0
+        self.evaluations: list[Evaluation] = []
 
     def stop(self) -> None:
         self.stops += 1
@@ -138,9 +147,96 @@ def test_a_callback_that_reads_the_run_is_not_called_inside_itself() -> None:
 )
 def test_a_run_is_stopped_once_when_the_loss_does_not_fall(losses: list[float | None], stops: int) -> None:
     run, early = Run(), EarlyStop(patience=2, min_delta=0.1 if losses[1] == 2.95 else 0.0)
-    for loss in losses:
-        early.on_evaluate(run.session, evaluation(loss))
+    for step, loss in enumerate(losses):
+        run.evaluations.append(evaluation(loss, step))
+        early.on_evaluate(run.session, run.evaluations[-1])
     assert run.stops == stops
+
+
+def test_evaluations_before_a_resume_count_and_later_ones_than_that_which_is_told_do_not() -> None:
+    run = Run()
+    run.evaluations = [evaluation(loss, step) for step, loss in enumerate([1.0, 1.1, 1.2, 0.9])]
+    for step, stops in ((1, 0), (3, 0), (2, 1)):
+        EarlyStop(patience=2).on_evaluate(run.session, run.evaluations[step])
+        assert run.stops == stops
+
+
+CALLBACKS = """
+from pathlib import Path
+
+from chameleon_ft import Callback, EarlyStop
+
+
+class Noting(Callback):
+    def __init__(self, config, name="told"):
+        self.file = config.output_dir / name
+
+    def note(self, text):
+        with self.file.open("a") as file:
+            file.write(text + "\\n")
+
+    def on_step(self, run, step):
+        self.note(f"step {step.number}")
+        if step.number == 2:
+            raise ValueError("not this step")
+
+    def on_end(self, run, status):
+        self.note(status)
+
+
+def callback():
+    return [EarlyStop(1), EarlyStop(2)]
+
+
+def none(config):
+    return 3
+
+
+def wrong():
+    raise KeyError("here")
+"""
+
+
+def callbacks_file(folder: Path) -> Path:
+    file = folder / "my_callbacks.py"
+    file.write_text(CALLBACKS)
+    return file
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return RunDirectory.create(tmp_path / "run", TrainConfig(output_dir=tmp_path / "run"))
+
+
+def test_functions_and_classes_make_callbacks(tmp_path: Path) -> None:
+    file = callbacks_file(tmp_path)
+    named = (f"{file}", f"{file}:Noting(name='other')", f"{file}:Noting", "chameleon_ft:EarlyStop(patience=2)")
+    made = load_callbacks(RunConfig(callbacks=named, output_dir=tmp_path))
+    assert [type(each).__name__ for each in made] == ["EarlyStop", "EarlyStop", "Noting", "Noting", "EarlyStop"]
+    assert [made[2].file.name, made[3].file.name] == ["other", "told"]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{}:Noting(", "{}:Noting(1)", "{}:Noting(name=open('x'))", "{}:Absent", "{}:none", "{}:wrong", "{}x", "EarlyStop"],
+)
+def test_wrong_settings_of_callbacks_are_refused(tmp_path: Path, text: str) -> None:
+    config = RunConfig(callbacks=(text.format(callbacks_file(tmp_path)),), output_dir=tmp_path)
+    with refused(ConfigError):
+        load_callbacks(with_absolute_paths(config))
+
+
+@pytest.mark.multiprocess
+def test_a_process_beside_the_run_calls_them_and_an_error_ends_the_run_if_asked_to(
+    run: RunDirectory, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (file := run.metrics_file).write_text(f"{json.dumps(step_record(0).to_json())}\n")
+    named = (f"{callbacks_file(run.path)}:Noting",)
+    config = run.config().model_copy(update={"callbacks": named, "on_callback_error": "stop"})
+    with pytest.raises(RunFailedError), callbacks_beside(config, run), file.open("a") as metrics:
+        metrics.writelines(f"{json.dumps(step_record(step).to_json())}\n" for step in (1, 2, 3))
+    assert (run.path / "told").read_text().split("\n")[:2] == ["step 1", "step 2"]
+    assert "not this step" in capfd.readouterr().err
 
 
 def test_wrong_callbacks_are_refused() -> None:

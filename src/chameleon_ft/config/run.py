@@ -112,6 +112,16 @@ class RunConfig(Section):
         description="Actions of the command or the coordinator at SIGUSR1 and SIGUSR2, such as "
         '"USR1=checkpoint,USR2=stop"; otherwise these signals change nothing.',
     )
+    callbacks: Annotated[tuple[str, ...], Field(strict=False)] = Field(
+        default=(),
+        description="Callbacks, which the command runs during training: functions or classes, named as a job is, maybe "
+        'with arguments, such as "my_job.py:Best" or "chameleon_ft:EarlyStop(patience=3)". See docs/evaluation.md.',
+    )
+    on_callback_error: Literal["warn", "stop"] = Field(
+        default="warn",
+        description="Effect of an error of such a callback. warn: it is logged; stop: it ends the run, with a "
+        "checkpoint.",
+    )
     job_arguments: dict[str, bool | int | float | str] = Field(
         default={}, description="Arguments of the job's function by name, which are flags, too: `--job.NAME VALUE`."
     )

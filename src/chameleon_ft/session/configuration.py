@@ -5,6 +5,7 @@ Modules that load numpy or torch are imported lazily, because `--help` must not 
 
 from __future__ import annotations
 
+import ast
 import errno
 import socket
 from collections.abc import Mapping
@@ -27,6 +28,8 @@ from chameleon_ft.protocol.address import address_of_host, tls_context
 from chameleon_ft.storage.plans import read_start_plan
 from chameleon_ft.storage.profiles import costs_of_run, profile_of_run
 
+CALLBACK: Final = "callback"
+"""The kind of function that the setting `callbacks` names, which is also its name where a reference has none."""
 AUTO: Final = "auto"
 """The value of `RunRequest.resume` that resumes a run if its directory has a checkpoint, and starts it otherwise."""
 
@@ -110,6 +113,7 @@ def overridden(values: Mapping[str, Any], changes: Mapping[str, Any], *, source:
 def with_absolute_paths(config: RunConfig) -> RunConfig:
     """Return a configuration that does not depend on the working directory. Raises ConfigError for a missing job."""
     changes: dict[str, Any] = {"job": absolute_job(config.job)}
+    changes["callbacks"] = tuple(_absolute_callback(each) for each in config.callbacks)
     for name in ("profile", "plan"):
         if (path := getattr(config, name)) is not None:
             changes[name] = _absolute_path(path)
@@ -140,11 +144,34 @@ def read_config_values(file: Path) -> dict[str, Any]:
     return values
 
 
-def absolute_job(reference: str) -> str:
+def split_callback(text: str) -> tuple[str, dict[str, Any]]:
+    """Return the reference and the arguments of a setting such as "my_job.py:Best(patience=3)". Raises ConfigError."""
+    reference, bracket, arguments = text.partition("(")
+    if not bracket:
+        return text, {}
+    try:
+        match ast.parse(f"f({arguments}", mode="eval").body:
+            case ast.Call(func=ast.Name(), args=[], keywords=keywords) if all(each.arg for each in keywords):
+                return reference, {str(each.arg): ast.literal_eval(each.value) for each in keywords}
+    except (SyntaxError, ValueError):
+        pass
+    raise ConfigError(
+        f'{CALLBACK} "{text}": write a function or a class, and its arguments as in '
+        '"chameleon_ft:EarlyStop(patience=3)"'
+    )
+
+
+def _absolute_callback(text: str) -> str:
+    """Return the setting of a callback with its file path, if any, made absolute. Raises ConfigError."""
+    reference, _ = split_callback(text)
+    return absolute_job(reference, kind=CALLBACK) + text.removeprefix(reference)
+
+
+def absolute_job(reference: str, kind: str = "job") -> str:
     """Return a job reference with its file path, if any, made absolute. Raises ConfigError if there is no such job."""
     from chameleon_ft.job import check_job_reference
 
-    check_job_reference(reference)
+    check_job_reference(reference, kind)
     location, colon, function = reference.rpartition(":")
     if not colon:
         location, function = reference, ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+import math
 import os
 import signal
 import sys
@@ -101,11 +102,6 @@ class Session:
         on_callback_error: OnCallbackError = "warn",
         **changes: Any,
     ) -> None:
-        if LAUNCHED in os.environ:
-            raise ConfigError(
-                "this process belongs to a run, which loads the file of its job: start sessions there only below "
-                '`if __name__ == "__main__":`'
-            )
         self._resources = ExitStack()
         self._process: RunProcess | None = None
         self._steps: deque[StepRecord] = deque()
@@ -124,6 +120,11 @@ class Session:
                 tls=tls,
             )
             return
+        if LAUNCHED in os.environ:
+            raise ConfigError(
+                "this process belongs to a run, which loads the file of its job: start sessions there only below "
+                '`if __name__ == "__main__":`'
+            )
         request = _request(job, config, changes, resume=None if resume is None else str(resume), fork=fork)
         request = replace(request, from_step=from_step)
         if resume in (None, AUTO) and not fork:
@@ -138,8 +139,8 @@ class Session:
         self._process = RunProcess(self._source)
         try:
             self._watcher = RunWatcher(RunDirectory(self._process.path))
-            # The records of the run until now, if it is resumed.
-            self._watcher.update_readable()
+            # If the run is resumed.
+            self.skip()
             self._process.begin()
         except BaseException:
             self._process.kill()
@@ -179,6 +180,10 @@ class Session:
                 break
             time.sleep(_POLL_S)
         self._raise_failure()
+
+    def skip(self) -> None:
+        """Leave out the steps until now where it is iterated, and what has happened for callbacks."""
+        self._watcher.update_readable()
 
     def _read(self, *, calls: bool = True) -> None:
         for record in self._watcher.update_readable():
@@ -222,6 +227,12 @@ class Session:
         """Return the state of the run now, as `chameleon status` shows it."""
         self._read()
         return self._watcher.report()
+
+    @property
+    def evaluations(self) -> list[Evaluation]:
+        """The evaluations of the run until now, by ascending steps; of a step that was trained again, the newest."""
+        self._read()
+        return list(self._watcher.view.evaluations.values())
 
     @property
     def events(self) -> list[Event]:
@@ -393,6 +404,8 @@ class Callback:
 class EarlyStop(Callback):
     """Ends the run after its current step, with a checkpoint, if the loss of evaluations does not fall any more.
 
+    The evaluations before a resume count, too.
+
     Args:
         patience: evaluations in a row without a loss that is less than the least one before.
         min_delta: by how much it has to be less.
@@ -404,18 +417,21 @@ class EarlyStop(Callback):
             raise ConfigError(f"{given}: give a patience of at least 1, and a min_delta of at least 0")
         self._patience = patience
         self._min_delta = min_delta
-        self._best: float | None = None
-        self._in_vain = 0
+        self._has_stopped = False
 
     def on_evaluate(self, run: Session, evaluation: Evaluation) -> None:
         """See `Callback`."""
-        loss = evaluation.loss
-        if loss is not None and (self._best is None or loss < self._best - self._min_delta):
-            self._best, self._in_vain = loss, 0
-            return
-        self._in_vain += 1
-        if self._in_vain == self._patience:
+        best, in_vain = math.inf, 0
+        for each in run.evaluations:
+            if each.step > evaluation.step:
+                break
+            if each.loss is not None and each.loss < best - self._min_delta:
+                best, in_vain = each.loss, 0
+            else:
+                in_vain += 1
+        if in_vain >= self._patience and not self._has_stopped:
             run.stop()
+            self._has_stopped = True
 
 
 class Callbacks:

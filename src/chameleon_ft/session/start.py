@@ -28,6 +28,7 @@ from chameleon_ft.errors import (
     StoreError,
 )
 from chameleon_ft.protocol.address import split_address
+from chameleon_ft.session.callbacks import callbacks_beside
 from chameleon_ft.session.configuration import (
     AUTO,
     RunRequest,
@@ -102,7 +103,11 @@ class PreparedRun:
                 launch = train_in_one_process
             from chameleon_ft.launch.live_run import signals_obeyed
 
-            with _rivals_told(self.lock), signals_obeyed(self.config.on_signal, self.directory):
+            with (
+                _rivals_told(self.lock),
+                callbacks_beside(self.config, self.directory),
+                signals_obeyed(self.config.on_signal, self.directory),
+            ):
                 return launch(self.config, run=self.directory, resume=self.resume)
         except (ConfigError, CheckpointError, LeaseError, KeyboardInterrupt, SystemExit):
             if _size(self.directory) == size:

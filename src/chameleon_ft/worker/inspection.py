@@ -54,10 +54,13 @@ def inspection_main(pipe: int, *, config: RunConfig, workers: int) -> None:
 
 
 @contextmanager
-def users_errors(config: RunConfig) -> Iterator[None]:
+def users_errors(config: RunConfig, *, of: str = "") -> Iterator[None]:
     """Turn any error that the user's code raises inside the block into a ConfigError that names the job and the line.
 
     A ConfigError that such an error has led to gets the line, too.
+
+    Args:
+        of: the code, if it is not that of the job.
     """
     try:
         yield
@@ -71,7 +74,7 @@ def users_errors(config: RunConfig) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         place = _own_place_of(error)
         where = "" if place is None else f", at {place}"
-        raise ConfigError(f"job {config.job}: {type(error).__name__}: {error}{where}") from error
+        raise ConfigError(f"{of or f'job {config.job}'}: {type(error).__name__}: {error}{where}") from error
 
 
 def _own_place_of(error: BaseException) -> str | None:
