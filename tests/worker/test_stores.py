@@ -71,7 +71,10 @@ def test_a_run_goes_back_to_the_checkpoints_in_its_store(tmp_path: Path) -> None
     (failure,) = ended.failures
     assert failure.resume_step in (5, 10)
     storage = checkpoint_storage(config, ended.run)
-    assert complete_checkpoints(storage) == [25, 30]
+    # One that is due while the one before is still being written is left out.
+    written = [*dict.fromkeys(event["step"] for event in ended.events("checkpoint"))]
+    assert written[-1] == 30
+    assert complete_checkpoints(storage) == written[-2:]
     assert list(ended.run.checkpoints.iterdir()) == [], "nothing is kept on this machine"
     assert_as_the_plain_loop(ended)
     copied = RunDirectory(tmp_path / "store" / "run")
