@@ -38,7 +38,7 @@ RECORDS = {"clock", "config", "events", "storage"}
 MAY_IMPORT = {
     "keys": set[str](),
     "clock": set[str](),
-    "optim": set[str](),
+    "optim": {"errors", "job"},
     "config": {"errors", "registry", "workload"},
     "weights": {"errors"},
     "job": {"errors", "job_arguments", "keys", "config", "weights"},

@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from chameleon_ft.cli.main import COMMANDS, main
-from chameleon_ft.config import BACKENDS, DEVICES, config_type, parse_fields
+from chameleon_ft.config import BACKENDS, DEVICES, RunConfig, config_type, parse_fields
 from chameleon_ft.models.checks import SampleReads, boundary_specs, check_loss
+from chameleon_ft.models.optimizer_checks import check_learning_rate, check_optimizer
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -162,6 +163,16 @@ def test_the_code_on_the_page_on_data_runs(tmp_path: Path, monkeypatch: pytest.M
         assert boundary.shape == (2, 64, 256)
         check_loss(job, boundary, 2, device=torch.device("cpu"))
         reads.check()
+
+
+def test_the_code_on_the_page_on_optimizers_runs() -> None:
+    names: dict[str, Any] = {}
+    for block in blocks(ROOT / "docs" / "optimizers.md", "python"):
+        exec(block, names)
+    job = names["job"](RunConfig(job="job.py", steps=1000))
+    for each in (job, replace(job, optimizer=names["adamw"])):
+        check_optimizer(each, device=torch.device("cpu"))
+    check_learning_rate(job)
 
 
 def test_the_diff_in_the_readme_is_that_of_the_examples() -> None:

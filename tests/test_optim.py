@@ -12,7 +12,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from chameleon_ft.optim import adamw, rate_shares, warmup_cosine
+from chameleon_ft.errors import ConfigError
+from chameleon_ft.job import ModelParameters
+from chameleon_ft.optim import (
+    NO_DECAY,
+    adamw,
+    combined,
+    constant,
+    cosine,
+    groups,
+    linear,
+    matrices,
+    rate_shares,
+    vectors,
+    warmup_cosine,
+    wsd,
+)
+from tests.golden import refused
 
 
 def make_layer() -> nn.Module:
@@ -115,3 +131,76 @@ def test_a_run_of_one_step_without_warm_up_ends_at_the_floor() -> None:
 def test_groups_keep_the_ratio_of_their_rates(rates: list[float | None], default: float, expected: list[float]) -> None:
     groups = [{"params": [nn.Parameter(torch.ones(1))]} | ({} if rate is None else {"lr": rate}) for rate in rates]
     assert rate_shares(torch.optim.SGD(groups, lr=default)) == pytest.approx(expected)
+
+
+def named(layer: nn.Module) -> ModelParameters:
+    return ModelParameters(layer.named_parameters())
+
+
+def test_groups_have_the_options_of_all_that_choose_their_parameters_and_names_of_torch() -> None:
+    layer = make_layer()
+    made = torch.optim.AdamW(groups(named(layer), {vectors: NO_DECAY, "0.*": {"lr": 1.0}, "*.bias": {"lr": 2.0}}))
+    found = {name: (group["lr"], group["weight_decay"]) for group in made.param_groups for name in group["param_names"]}
+    rate, decay = made.defaults["lr"], made.defaults["weight_decay"]
+    expected = {"0.weight": (1.0, decay), "0.bias": (2.0, 0.0), "1.weight": (rate, 0.0), "1.bias": (2.0, 0.0)}
+    assert found == {**expected, "2.weight": (rate, decay)}
+    assert len(made.param_groups) == 4
+    assert {id(p) for group in made.param_groups for p in group["params"]} == set(map(id, layer.parameters()))
+
+
+@pytest.mark.parametrize("options", [{"embedding*": NO_DECAY}, {lambda name, p: p.ndim == 3: NO_DECAY}], ids=["a", "b"])
+def test_a_group_without_parameters_is_refused(options: Any) -> None:
+    with refused(ConfigError):
+        groups(named(make_layer()), options)
+
+
+@pytest.mark.parametrize(
+    "factories", [{matrices: torch.optim.Muon}, {"*": torch.optim.SGD, matrices: torch.optim.Muon}], ids=["some", "all"]
+)
+def test_each_parameter_has_one_optimizer_and_each_optimizer_parameters(factories: Any) -> None:
+    with refused(ConfigError):
+        combined(named(make_layer()), factories)
+
+
+def test_schedules_rise_stay_and_fall_as_those_of_torch() -> None:
+    def by_torch(decay: Any, *, stable: int, decay_steps: int) -> list[float]:
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+        warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 0.25, total_iters=3)
+        flat = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+        last = decay(optimizer, decay_steps)
+        parts = torch.optim.lr_scheduler.SequentialLR(optimizer, [warm_up, flat, last], [3, 3 + stable])
+        rates = []
+        for _ in range(14):
+            rates.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            parts.step()
+        return rates
+
+    def falling(optimizer: Any, steps: int) -> Any:
+        return torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=steps)
+
+    def cosine_of_torch(optimizer: Any, steps: int) -> Any:
+        # It rises again after its end.
+        return torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda k: 0.1 + 0.9 * (1 + math.cos(math.pi * min(k, steps) / steps)) / 2
+        )
+
+    cases = [
+        (linear(total_steps=12, warmup_steps=4, floor=0.1), by_torch(falling, stable=0, decay_steps=8)),
+        (cosine(total_steps=12, warmup_steps=4, floor=0.1), by_torch(cosine_of_torch, stable=0, decay_steps=8)),
+        (wsd(total_steps=12, warmup_steps=4, decay_steps=3, floor=0.1), by_torch(falling, stable=5, decay_steps=3)),
+        (constant(warmup_steps=4), [0.25, 0.5, 0.75, *[1.0] * 11]),
+    ]
+    for schedule, expected in cases:
+        assert [schedule(step) for step in range(14)] == pytest.approx(expected), schedule
+    same = [warmup_cosine(step, peak=1.0, floor=0.1, warmup_steps=4, total_steps=12) for step in range(14)]
+    assert [cases[1][0](step) for step in range(14)] == pytest.approx(same)
+    assert wsd(total_steps=8, decay_steps=4, shape="sqrt")(5) == pytest.approx(1 - math.sqrt(0.5))
+
+
+@pytest.mark.parametrize(
+    "options", [{"total_steps": 5, "decay_steps": 6}, {"total_steps": 9, "decay_steps": 3, "floor": 2}]
+)
+def test_a_schedule_that_does_not_fit_is_refused(options: Any) -> None:
+    with refused(ConfigError):
+        wsd(**options)

@@ -37,12 +37,13 @@ if TYPE_CHECKING:
     LayerFactory: TypeAlias = Callable[[], nn.Module]
     Loss: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     Metric: TypeAlias = Callable[[torch.Tensor, torch.Tensor], SupportsFloat]
-    OptimizerFactory: TypeAlias = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
+    OptimizerFactory: TypeAlias = Callable[[Any], torch.optim.Optimizer]
 
 __all__ = [
     "BoundarySpec",
     "Dataset",
     "Job",
+    "ModelParameters",
     "Precision",
     "Stream",
     "call_function",
@@ -76,6 +77,14 @@ class Stream(Protocol):
     """
 
     def __iter__(self) -> Iterator[TensorPair]: ...
+
+
+class Scheduler(Protocol):
+    """Options of groups, such as their rates, by the number of the step; see `chameleon_ft.optim.scheduler`."""
+
+    def options(
+        self, step: int, groups: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any]
+    ) -> list[dict[str, Any]]: ...
 
 
 def is_stream(dataset: object) -> bool:
@@ -151,6 +160,22 @@ class Precision:
         return any(fnmatchcase(name, pattern) for pattern in self.fp32_modules for name in names)
 
 
+class ModelParameters(list["nn.Parameter"]):
+    """The parameters of a model in the order of its layers, as `list(model.parameters())` has them, with their names.
+
+    The model is `nn.Sequential(*layers)`, so a name is "LAYER.NAME", such as "3.attention.query.weight". A parameter
+    that layers share has the name of its first copy.
+    """
+
+    def __init__(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+        self._named = tuple(named)
+        super().__init__(parameter for _, parameter in self._named)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield (name, parameter), as the method of a module does; torch's optimizers take these, too."""
+        yield from self._named
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """A model as a list of layers, with its loss, data and optimizer.
@@ -175,16 +200,21 @@ class Job:
             computed during training; see `[evaluation]` of the configuration. None: nothing is evaluated.
         metrics: by name, (output of the last layer, stacked targets) -> a *sum* over the micro-batch, like `loss`, such
             as the number of right answers. An evaluation divides the sum over all samples by their loss terms.
-        optimizer: all parameters of the model, in the order of its layers -> optimizer. They are whole, with the
-            attributes that a layer's factory sets, but without values: of each group a worker updates those that it
-            holds. The state and the update of a parameter may depend on that parameter alone. Numbers that are counted
-            in groups, on the optimizer or in its hooks, as by torch's schedulers, are saved and move with the layers.
+        optimizer: all parameters of the model, in the order of its layers -> optimizer. They are `ModelParameters`: a
+            list with `named_parameters()`, of which `chameleon_ft.optim` makes groups by name. They are whole, with
+            the attributes that a layer's factory sets, but without values: of each group a worker updates those that
+            it holds. The state and the update of a parameter may depend on that parameter alone. Numbers that are
+            counted in groups, on the optimizer or in its hooks, as by torch's schedulers, are saved and move with the
+            layers.
         elementwise: True if the optimizer updates each element of a parameter from the element's own gradient and
             state alone, so that the holders of a layer can divide the update. None: that is known of most of torch's
             own (SGD, Adam, AdamW and others), and not assumed of any other.
         learning_rate: step (from 0) -> rate of the update of that step. It replaces the optimizer's default rate, or if
             no group has that, the largest rate of a group; groups keep their ratio to it, as by torch's LambdaLR. None
-            leaves the rates to the optimizer.
+            leaves the rates to `schedule`, or to the optimizer.
+        schedule: step (from 0) -> factor of the rate of each group in the update of that step, such as
+            `chameleon_ft.optim.cosine(...)` or any function; or `chameleon_ft.optim.scheduler(...)`, which computes
+            all that a scheduler of torch sets. None: rates are those of `learning_rate`, or of the optimizer.
         clip_norm: largest global L2 norm of the gradient, which is scaled down above it. None: no clipping.
         layer_costs: relative cost of running each layer, by which layers are distributed; None: all equal.
         tied: parameters that layers share: for each, the (layer, name in the layer) of all its copies. The first copy
@@ -213,6 +243,7 @@ class Job:
     optimizer: OptimizerFactory
     elementwise: bool | None = None
     learning_rate: Callable[[int], float] | None = None
+    schedule: Callable[[int], float] | Scheduler | None = None
     clip_norm: float | None = None
     layer_costs: Sequence[float] | None = None
     tied: Sequence[Sequence[tuple[int, str]]] = ()
@@ -240,6 +271,7 @@ class Job:
         for name in ("learning_rate", "boundaries", "collate"):
             if getattr(self, name) is not None:
                 _require_callable(name, getattr(self, name))
+        _check_schedule(self.schedule, self.learning_rate)
         _check_dataset(self.dataset)
         _check_evaluation(self.evaluation, self.metrics)
         if self.clip_norm is not None and not _is_positive(self.clip_norm):
@@ -373,6 +405,21 @@ def _import_function(reference: str, config: RunConfig, *, kind: str) -> Callabl
     if not callable(function):
         raise ConfigError(f"{kind} {reference!r}: {name!r} is not a function; name one that returns a {kind}")
     return function  # type: ignore[no-any-return]
+
+
+def _check_schedule(schedule: object, learning_rate: object) -> None:
+    if schedule is None:
+        return
+    if learning_rate is not None:
+        raise ConfigError(
+            "`learning_rate` and `schedule` both set the rates: give `schedule`, which scales the rate of each group, "
+            "or `learning_rate`, which replaces it"
+        )
+    if inspect.isclass(schedule) or not (callable(schedule) or hasattr(schedule, "options")):
+        raise ConfigError(
+            f"`schedule` is {schedule!r:.60}: give a function of the step, such as chameleon_ft.optim.cosine(...), or "
+            "a scheduler of torch by chameleon_ft.optim.scheduler(CLASS, ...)"
+        )
 
 
 def _check_dataset(dataset: Any) -> None:

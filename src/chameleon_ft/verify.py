@@ -30,7 +30,7 @@ from chameleon_ft.data.streams import POSITION_KEY
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.events.kinds import JobChanged
 from chameleon_ft.events.records import Started, StepRecord
-from chameleon_ft.job import Job, call_function, load_job
+from chameleon_ft.job import Job, ModelParameters, call_function, load_job
 from chameleon_ft.keys import init_key, step_key
 from chameleon_ft.storage.checkpoints import is_complete, layer_part, read_mark, slice_part, sound_checkpoint
 from chameleon_ft.storage.files import RunDirectory
@@ -203,8 +203,7 @@ def repeat_run(run: RunDirectory, *, limit: int | None = None) -> Iterator[StepC
         if record.is_skipped or record.step < first:
             continue
         horizon = next((each for begun_at, each in reversed(starts) if begun_at <= record.time), config.horizon)
-        rate = jobs[horizon].learning_rate
-        plain = loop.run_step(record.step, None if rate is None else rate(record.step))
+        plain = loop.run_step(record.step, jobs[horizon])
         yield StepComparison(
             step=record.step,
             loss=record.loss,
@@ -396,8 +395,9 @@ class PlainLoop:
                 self._cast(module)
         self._parameters = list(nn.ModuleList(self._layers).parameters())
         self._updated = [self._masters.get(each, each) for each in self._parameters]
-        self._optimizer = job.optimizer(self._updated)
-        self._own_rates = [group.get("initial_lr", group.get("lr", 1.0)) for group in self._optimizer.param_groups]
+        names = [name for name, _ in nn.Sequential(*self._layers).named_parameters()]
+        self._optimizer = job.optimizer(ModelParameters(zip(names, self._updated, strict=True)))
+        self._own = [{**group} for group in self._optimizer.param_groups]
         self._samples = SamplesInOrder(job.dataset, config.seed, job.collate)
 
     def load(self, checkpoints: Storage, step: int) -> None:
@@ -431,8 +431,8 @@ class PlainLoop:
         """The rate of the first group of the optimizer."""
         return float(self._optimizer.param_groups[0].get("lr", 0.0))
 
-    def run_step(self, step: int, rate: float | None) -> PlainStep:
-        """Run one step; nothing is changed if the batch has no loss terms."""
+    def run_step(self, step: int, scheduling: Job) -> PlainStep:
+        """Run one step with the rates of a job; nothing is changed if the batch has no loss terms."""
         self._optimizer.zero_grad()
         batch = self._config.batch
         loss_sum, terms, samples = 0.0, 0.0, 0
@@ -462,16 +462,28 @@ class PlainLoop:
         grad_norm = nn.utils.get_total_norm(norms)
         if self._job.clip_norm is not None:
             nn.utils.clip_grads_with_norm_(self._updated, self._job.clip_norm, grad_norm)
-        if rate is not None:
-            # The schedule is that of the default rate, or of the largest one if no group has the default.
-            default, rates = self._optimizer.defaults.get("lr"), self._own_rates
-            base = default if default in rates and default else max(rates)
-            for group, own in zip(self._optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate if own == base else rate * own / base
+        self._schedule(step, scheduling)
         self._optimizer.step()
         for parameter, master in self._masters.items():
             parameter.data.copy_(master)
         return PlainStep(loss_sum / terms, grad_norm.item(), terms, samples)
+
+    def _schedule(self, step: int, job: Job) -> None:
+        """Set the rates of a step."""
+        rates, schedule = [own.get("initial_lr", own.get("lr", 1.0)) for own in self._own], job.schedule
+        if job.learning_rate is not None:
+            # The schedule is that of the default rate, or of the largest one if no group has the default.
+            default, rate = self._optimizer.defaults.get("lr"), float(job.learning_rate(step))
+            base = default if default in rates and default else max(rates)
+            options = [{"lr": rate if own == base else rate * own / base} for own in rates]
+        elif callable(schedule):
+            options = [{"lr": own * schedule(step)} for own in rates]
+        elif schedule is not None:
+            options = schedule.options(step, self._own, self._optimizer.defaults)
+        else:
+            return
+        for group, own in zip(self._optimizer.param_groups, options, strict=True):
+            group.update(own)
 
     def _forward(self, inputs: torch.Tensor, step: int, micro_batch: int) -> torch.Tensor:
         """(micro-batch, ...) -> output of the last layer for it."""

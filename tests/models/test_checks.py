@@ -29,12 +29,13 @@ from chameleon_ft.models.build import param_bytes
 from chameleon_ft.models.checks import (
     SampleReads,
     boundary_specs,
-    check_learning_rate,
     check_loss,
     check_separate_parameters,
 )
 from chameleon_ft.models.optimizer import state_bytes, undivided_optimizer
+from chameleon_ft.models.optimizer_checks import check_learning_rate
 from chameleon_ft.models.precision import loss_and_terms, terms_of
+from chameleon_ft.optim import scheduler
 from chameleon_ft.worker.inspection import inspect_job
 from tests.golden import refused
 
@@ -275,6 +276,21 @@ def test_a_rate_that_depends_on_how_often_it_was_computed_is_refused() -> None:
     with pytest.raises(ConfigError):
         check_learning_rate(job(learning_rate=Warmup(cached=False)))
     check_learning_rate(job(learning_rate=Warmup(cached=True)))
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda step: -1.0,
+        torch.optim.lr_scheduler.ExponentialLR,
+        scheduler(torch.optim.lr_scheduler.ReduceLROnPlateau),
+        scheduler(torch.optim.lr_scheduler.StepLR),
+    ],
+    ids=["negative", "a class", "by a loss", "without an option"],
+)
+def test_what_is_no_schedule_is_refused(schedule: Any) -> None:
+    with refused(ConfigError):
+        check_learning_rate(job(schedule=schedule))
 
 
 class Warmup:

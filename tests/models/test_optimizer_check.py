@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.models.optimizer import check_optimizer
+from chameleon_ft.models.optimizer_checks import check_optimizer
 from tests.golden import refused
 from tests.models.test_checks import CPU, job
 

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from chameleon_ft.config import Batch, Health, Parallel, Recovery, RunConfig, Snapshots
-from chameleon_ft.job import Job
+from chameleon_ft.job import Job, ModelParameters
 from chameleon_ft.models.build import build_layer
+from chameleon_ft.optim import NO_DECAY, combined, cosine, groups, matrices, scheduler, vectors
 from chameleon_ft.sync import Segment
 from chameleon_ft.worker.checkpoint import CheckpointWriter, read_layer
 from chameleon_ft.worker.execution.gradients import GradientBuffers
@@ -154,7 +155,41 @@ def counted_by_a_local_class(own: Parameters) -> torch.optim.Optimizer:
     return optimizer
 
 
-OPTIMIZERS: dict[str, Callable[[Parameters], torch.optim.Optimizer]] = {
+def by_name(own: ModelParameters) -> torch.optim.Optimizer:
+    made = groups(own, {vectors: NO_DECAY, "*.up.*": {"lr": 3e-3}, "0.*": {"lr": 0.1}})
+    return torch.optim.AdamW(made, lr=1e-2, weight_decay=5.0)
+
+
+def with_names(own: ModelParameters) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(own.named_parameters(), lr=1e-2)
+
+
+class ByItsNames(torch.optim.SGD):
+    """Updates a parameter by its name."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for name, parameter in zip(group["param_names"], group["params"], strict=True):
+                parameter -= 0.1 * (int(name.partition(".")[0]) + 1) * parameter.grad
+
+
+def by_its_names(own: ModelParameters) -> torch.optim.Optimizer:
+    return ByItsNames(own.named_parameters(), lr=0.1)
+
+
+def muon_and_others(own: ModelParameters) -> torch.optim.Optimizer:
+    return combined(
+        own,
+        {
+            "0.*": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+            matrices: partial(torch.optim.Muon, lr=0.02),
+            "*": lambda own: torch.optim.AdamW(groups(own, {"3.*": {"lr": 0.1}}), lr=1e-3),
+        },
+    )
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "by dimensions": by_dimensions,
     "by shape": by_shape,
     "by attribute": by_attribute,
@@ -171,9 +206,13 @@ OPTIMIZERS: dict[str, Callable[[Parameters], torch.optim.Optimizer]] = {
     "Adagrad": partial(torch.optim.Adagrad, lr=0.1, initial_accumulator_value=0.5),
     "AdamW, fused": partial(torch.optim.AdamW, fused=True),
     "NAdam, foreach": partial(torch.optim.NAdam, foreach=True),
+    "by name": by_name,
+    "with names": with_names,
+    "by its names": by_its_names,
+    "Muon and others": muon_and_others,
     "Adafactor": torch.optim.Adafactor,
 }
-ELEMENTWISE = [name for name in OPTIMIZERS if name != "Adafactor"]
+ELEMENTWISE = [name for name in OPTIMIZERS if name not in ("Adafactor", "Muon and others")]
 
 
 def own_job(name: str) -> Job:
@@ -184,15 +223,22 @@ def gradient(parameter: Tensor, step: int, layer: int, number: int) -> Tensor:
     return torch.randn(parameter.shape, generator=torch.Generator().manual_seed(step * 1000 + layer * 10 + number))
 
 
-def plainly(job: Job, steps: int = STEPS) -> list[list[Tensor]]:
+def plainly(
+    job: Job,
+    steps: int = STEPS,
+    make_schedule: Callable[[torch.optim.Optimizer], lr_scheduler.LRScheduler] | None = None,
+) -> list[list[Tensor]]:
     """Train all layers by torch alone; return the parameters of each. In bf16, masters are updated."""
     layers = [build_layer(job, layer, SEED) for layer in range(LAYERS)]
-    optimizer = job.optimizer(list(nn.ModuleList(layers).parameters()))
+    optimizer = job.optimizer(ModelParameters(nn.Sequential(*layers).named_parameters()))
+    schedule = None if make_schedule is None else make_schedule(optimizer)
     for step in range(steps):
         for layer, module in enumerate(layers):
             for number, parameter in enumerate(module.parameters()):
                 parameter.grad = gradient(parameter, step, layer, number)
         optimizer.step()
+        if schedule is not None:
+            schedule.step()
     dtype = torch.bfloat16 if job.precision.is_lower else torch.float32
     return [[parameter.detach().to(dtype) for parameter in module.parameters()] for module in layers]
 
@@ -262,6 +308,34 @@ def test_a_checkpoint_has_all_that_the_optimizer_keeps(name: str, tmp_path: Path
     for step in range(JOINS, STEPS):
         update(resumed, step)
     assert_trained(resumed, plainly(job))
+
+
+def one_cycle(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+    """Sets momentum as well as rates, those of each group."""
+    return lr_scheduler.OneCycleLR(optimizer, [0.1, 0.01, 0.2], total_steps=STEPS)
+
+
+SCHEDULES: dict[str, tuple[Any, Callable[[torch.optim.Optimizer], lr_scheduler.LRScheduler]]] = {
+    "a function": (lambda step: 1 / (1 + step), partial(lr_scheduler.LambdaLR, lr_lambda=lambda step: 1 / (1 + step))),
+    "cosine": (
+        cosine(total_steps=4),
+        lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: (0.8535534, 0.5, 0.1464466, 0, 0, 0)[step]),
+    ),
+    "of torch": (scheduler(one_cycle), one_cycle),
+    "in sequence": (scheduler(in_sequence), in_sequence),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_scales_the_rate_of_each_group_and_depends_on_the_step_alone(name: str) -> None:
+    schedule, of_torch = SCHEDULES[name]
+    job = replace(own_job("by order"), schedule=schedule)
+    expected = plainly(job, make_schedule=of_torch)
+    for layers in ([0, 1], [2, 3, 4]):  # one after the other: it begins again, as after a return to a checkpoint
+        held = held_layers(job, layers)
+        for step in range(STEPS):
+            update(held, step)
+        assert_trained(held, expected)
 
 
 def with_all_habits(own: Parameters) -> torch.optim.Optimizer:

@@ -358,14 +358,14 @@ _OF_LLAMA: Final = {
     "lr learning-rate": "take --optimizer.lr",
     "schedule lr-schedule lr-scheduler lr-scheduler-type optimizer.schedule": "the rate rises for "
     "--optimizer.warmup-steps and falls by a cosine to --optimizer.min-lr; a job of your own may have any other, by "
-    "Job(learning_rate=...)",
+    "Job(schedule=...)",
     "warmup warmup-steps": "take --optimizer.warmup-steps",
     "weight-decay wd": "take --optimizer.weight-decay",
     "grad-clip clip-grad max-grad-norm gradient-clip-val": "take --optimizer.clip-norm",
     "seq-length max-seq-len sequence-length block-size": "take --model.seq-len",
 }
 _OF_JOB: Final = (
-    "it is set in the job: by `optimizer`, `learning_rate`, `clip_norm` or `dataset` of chameleon_ft.Job; an argument "
+    "it is set in the job: by `optimizer`, `schedule`, `clip_norm` or `dataset` of chameleon_ft.Job; an argument "
     "of its function is a flag, such as --job.lr"
 )
 

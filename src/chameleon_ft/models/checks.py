@@ -538,29 +538,6 @@ def _hints(job: Job, made: Tensor, targets: Tensor, loss: float, terms: float) -
     return ()
 
 
-def check_learning_rate(job: Job) -> None:
-    """Call `learning_rate` for the first step. Raises ConfigError unless it returns a rate that the step decides."""
-    if job.learning_rate is None:
-        return
-    rate: Any = job.learning_rate(0)
-    try:
-        is_rate = math.isfinite(rate) and rate >= 0
-    except (TypeError, ValueError, RuntimeError):
-        is_rate = False
-    if not is_rate:
-        raise ConfigError(
-            f"`learning_rate` returned {rate!r:.60} for step 0: it returns the rate, a number of 0 or more"
-        )
-    # The digest includes caches of the schedule.
-    kept = digest(job.learning_rate)
-    if job.learning_rate(0) != rate or digest(job.learning_rate) != kept:
-        raise ConfigError(
-            "`learning_rate` depends on how often it has been called, which differs between workers; compute the rate "
-            "from the number of the step alone, or attach a scheduler of torch to the optimizer, by "
-            "`optimizer.register_step_post_hook(lambda *_: schedule.step())`"
-        )
-
-
 def check_evaluation(
     job: Job, output: BoundarySpec | None, micro_batch_size: int, *, device: torch.device, seed: int = 0
 ) -> None:

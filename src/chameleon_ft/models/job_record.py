@@ -24,6 +24,8 @@ _RATES: Final = (0, 1, 10, 100, 1_000, 10_000, 100_000)
 # Largest number of elements in a sketch of numbers.
 _LONGEST: Final = 1 << 20
 _PROJECTIONS: Final = 8
+# Entries of a group that are parameters, or their names.
+_UNNAMED: Final = ("params", "param_names")
 _NOT_OWN: Final = (Path(sysconfig.get_path("stdlib")).resolve(), Path(chameleon_ft.__file__).resolve().parent)
 
 
@@ -89,11 +91,11 @@ def _settings(job: Job, config: RunConfig) -> dict[str, Fact]:
     for number, group in enumerate(optimizer.torch.param_groups):
         place = f"of the optimizer, group {number}" if number else "of the optimizer"
         found[f"number of parameters {place}"] = sum(each is group for each in groups)
-        found |= {f"{name} {place}": _plain(value) for name, value in group.items() if name != "params"}
-    if job.learning_rate is not None:
+        found |= {f"{name} {place}": _plain(value) for name, value in group.items() if name not in _UNNAMED}
+    if job.learning_rate is not None or job.schedule is not None:
         # Another horizon is recorded by itself.
         horizon, steps = config.horizon, [step for step in _RATES if step < config.steps]
-        found |= {f"learning_rate of step {step} to {horizon}": float(job.learning_rate(step)) for step in steps}
+        found |= {f"learning_rate of step {step} to {horizon}": optimizer.learning_rate(step) for step in steps}
     return found
 
 

@@ -8,8 +8,7 @@ trains.
 
 An optimizer keeps values besides the state of parameters: in groups, on itself, and in hooks or schedulers that are
 attached to it. Only values that training has changed count, so that a constant that is edited between two runs of a job
-takes effect. Checks find out whether workers with some of the parameters, and after a restart, make the update of a
-plain loop, and whether elements are updated by themselves, so that workers can divide an update.
+takes effect.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import math
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from types import CellType, FunctionType, MethodType, ModuleType
@@ -25,10 +25,10 @@ from typing import Any, Final, Self
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.job import Job
+from chameleon_ft.job import Job, ModelParameters
 from chameleon_ft.keys import generator_lock
 from chameleon_ft.models.build import build_on_meta, measure_layers, tensor_bytes
 from chameleon_ft.models.precision import parameter_like
@@ -37,6 +37,8 @@ from chameleon_ft.optim import rate_shares
 _SCALARS: Final = (type(None), bool, int, float, complex, str, bytes, torch.dtype)
 _OPAQUE: Final = (*_SCALARS, Tensor, nn.Module, type, ModuleType, torch.device, torch.Generator)
 _PARAMS: Final = "params"
+# Torch keeps the names of a group's parameters beside them.
+_NAMES: Final = "param_names"
 
 Values = Mapping[tuple[str, Any], Any]
 """(Path of a container, key in it) -> value."""
@@ -191,7 +193,7 @@ def _pairs(container: Any) -> Iterator[tuple[Any, Any]]:
     elif isinstance(container, list):
         yield from enumerate(container)
     else:
-        yield from ((key, own) for key, own in container.items() if key != _PARAMS)
+        yield from ((key, own) for key, own in container.items() if key not in (_PARAMS, _NAMES))
 
 
 def _leaves(container: Any) -> list[tuple[Any, Any]]:
@@ -259,8 +261,14 @@ class ModelOptimizer:
     def __init__(self, job: Job, parameters: Mapping[Place, nn.Parameter] | None = None) -> None:
         self._job = job
         self.parameters = _parameters_of(job) if parameters is None else parameters
+        # Of the copies of a tied parameter, that of the first.
+        self._names = {id(each): f"{layer}.{name}" for (layer, name), each in [*self.parameters.items()][::-1]}
         self.torch = self._made({})
         self._shares = rate_shares(self.torch)
+        self._options = [
+            {key: value for key, value in group.items() if key not in (_PARAMS, _NAMES)}
+            for group in self.torch.param_groups
+        ]
         self._has_initial_state = len(self.torch.state) > 0
         self._groups = {id(each): group for group in self.torch.param_groups for each in group["params"]}
         given = {id(each) for each in self.parameters.values()}
@@ -286,10 +294,13 @@ class ModelOptimizer:
         # In place: an optimizer may consist of others that share its groups and its state.
         for group in self.torch.param_groups:
             group["params"][:] = []
+            group.get(_NAMES, [])[:] = []
         self.torch.state.clear()
         for place, own in held:
             if (own_group := self.group_of(place)) is not None:
                 own_group["params"].append(own)
+                if _NAMES in own_group:
+                    own_group[_NAMES].append(self._names[id(self.parameters[place])])
         if self._has_initial_state and held:
             replaced: dict[int, list[nn.Parameter]] = defaultdict(list)
             for place, own in held:
@@ -297,22 +308,46 @@ class ModelOptimizer:
             made = self._made(replaced).state
             self.torch.state.update({own: made[own] for _, own in held if own in made})
 
-    def step(self, rate: float | None) -> None:
-        """Update what is held from its gradients, maybe nothing; `rate`: of the job's schedule, if it has one."""
-        own = [group.get("lr") for group in self.torch.param_groups]
-        if rate is not None:
-            for group, share in zip(self.torch.param_groups, self._shares, strict=True):
-                group["lr"] = rate * share
+    def step(self, step: int) -> float:
+        """Update what is held from its gradients, maybe nothing, as step `step`; return the learning rate."""
+        rate, scheduled = self.learning_rate(step), self._scheduled(step)
+        before = [
+            {key: group.get(key) for key in own} for group, own in zip(self.torch.param_groups, scheduled, strict=True)
+        ]
+        for group, own in zip(self.torch.param_groups, scheduled, strict=True):
+            group.update(own)
         self.torch.step()
-        # The rates go back to what they were, so that they are no values that the optimizer keeps.
-        if rate is not None:
-            for group, before in zip(self.torch.param_groups, own, strict=True):
-                group["lr"] = before
+        # They go back to what they were, so that they are no values that the optimizer keeps.
+        for group, own in zip(self.torch.param_groups, before, strict=True):
+            group.update(own)
+        return rate
+
+    def learning_rate(self, step: int) -> float:
+        """Return the learning rate of a step: that of the job, or of the first group."""
+        if self._job.learning_rate is not None:
+            return float(self._job.learning_rate(step))
+        return float({**self.torch.param_groups[0], **self._scheduled(step)[0]}.get("lr", math.nan))
+
+    def _scheduled(self, step: int) -> list[dict[str, Any]]:
+        """Return what the job sets in each group for a step."""
+        job = self._job
+        if job.learning_rate is not None:
+            return [{"lr": float(job.learning_rate(step)) * share} for share in self._shares]
+        if job.schedule is None:
+            return [{} for _ in self._options]
+        if not callable(job.schedule):
+            return job.schedule.options(step, self._options, self.torch.defaults)
+        factor = float(job.schedule(step))
+        return [
+            {"lr": float(own.get("initial_lr", own["lr"])) * factor} if "lr" in own else {} for own in self._options
+        ]
 
     def _made(self, replaced: Mapping[int, list[nn.Parameter]]) -> torch.optim.Optimizer:
         """Call the factory, with parts in place of the parameters with these ids."""
         unique = {id(each): each for each in self.parameters.values()}
-        given = [own for key, each in unique.items() for own in replaced.get(key, [each])]
+        given = ModelParameters(
+            (self._names[key], own) for key, each in unique.items() for own in replaced.get(key, [each])
+        )
         if not given:
             raise ConfigError("no layer of the job has a parameter: there is nothing to train")
         try:
@@ -399,104 +434,6 @@ def _state_on_meta(
             group.update({name: False for name in ("fused", "foreach") if name in group})
         optimizer.torch.step()
     return list(optimizer.torch.state.values())
-
-
-_MAX_TRIED_PARAMETERS: Final = 16
-# Updates before a restart, and after it.
-_UPDATES: Final = 3
-
-
-def check_optimizer(job: Job, *, device: torch.device) -> None:
-    """Let the optimizer update small parameters in place of some of the model's: together, apart, and after a restart.
-
-    Raises:
-        ConfigError: it cannot make an update; or an update depends on something that a worker does not have.
-    """
-    whole = _SmallOptimizer(ModelOptimizer(job), device)
-    name = type(whole.model.torch).__name__
-    try:
-        whole.update(0)
-    except Exception as error:
-        raise ConfigError(
-            f"`optimizer` returned {name}, which cannot make an update ({type(error).__name__}: {error}); it is called "
-            "by step(), without a closure, and all gradients are dense"
-        ) from error
-    for step in range(1, _UPDATES):
-        whole.update(step)
-    first, values = {place: part.detach().clone() for place, part in whole.parts.items()}, whole.model.values.changed()
-    for step in range(_UPDATES, 2 * _UPDATES):
-        whole.update(step)
-    tried = list(whole.parts)
-    for places in (tried[:1], tried[1:]):
-        some = _SmallOptimizer(whole.model.anew(), device, places)
-        try:
-            for step in range(_UPDATES):
-                some.update(step)
-        except Exception as error:
-            raise ConfigError(
-                f"`optimizer` returned {name}, which cannot update a part of the parameters ({type(error).__name__}: "
-                f"{error}); a worker has those of some layers, so a group may be without any"
-            ) from error
-        if not some.is_close(first):
-            raise ConfigError(
-                f"`optimizer` returned {name}, which updates a parameter differently if it is alone; a worker has the "
-                "parameters of some layers, so an update may depend only on the parameter's own gradient and state, "
-                "and on no random numbers; to clip the norm of all gradients, set the job's `clip_norm`"
-            )
-        if different := different_values(some.model.values.changed(), values):
-            raise ConfigError(
-                f"`optimizer` returned {name}, which keeps {different[0]} with another value if it has other "
-                "parameters; a worker has those of some layers, so keep it in state[parameter]"
-            )
-        again = _SmallOptimizer(whole.model.anew(), device, places)
-        again.restore(some)
-        for step in range(_UPDATES, 2 * _UPDATES):
-            again.update(step)
-        if not again.is_close(whole.parts):
-            raise ConfigError(
-                f"`optimizer` returned {name}, which updates parameters differently after its state is restored; keep "
-                "tensors in state[parameter], and numbers in its groups, in its attributes or in those of an object "
-                "that a hook of it uses"
-            )
-
-
-class _SmallOptimizer:
-    """The optimizer of a job with small parameters in place of some of the model's: up to two of each group."""
-
-    def __init__(self, model: ModelOptimizer, device: torch.device, places: Iterable[Place] | None = None) -> None:
-        self.model = model
-        if places is None:
-            kinds: dict[tuple[int, bool], Place] = {}
-            for place, each in model.parameters.items():
-                if each.requires_grad:
-                    kinds.setdefault((id(model.group_of(place)), each.ndim > 1), place)
-            places = list(kinds.values())[:_MAX_TRIED_PARAMETERS]
-        shapes = {place: (2,) * model.parameters[place].ndim for place in places}
-        self.parts = {
-            place: parameter_like(each, torch.ones(shape, dtype=each.dtype, device=device))
-            for place, shape in shapes.items()
-            for each in (model.parameters[place],)
-        }
-        model.hold(self.parts.items())
-
-    def update(self, step: int) -> None:
-        """Update the parameters by random gradients, which depend on the step and the place."""
-        places = list(self.model.parameters)
-        for place, part in self.parts.items():
-            random = torch.Generator().manual_seed(step * len(places) + places.index(place))
-            part.grad = torch.randn(part.shape, generator=random).to(part)
-        self.model.torch.step()
-
-    def restore(self, other: _SmallOptimizer) -> None:
-        """Take over parameters and state, as another worker or a checkpoint has it."""
-        for place, part in self.parts.items():
-            part.data.copy_(other.parts[place])
-            if state := other.model.torch.state.get(other.parts[place]):
-                self.model.torch.state[part] = tree_map_only(Tensor, lambda value: value.detach().clone(), state)
-        self.model.values.restore(other.model.values.changed())
-
-    def is_close(self, parts: Mapping[Place, Tensor]) -> bool:
-        return all(torch.allclose(part, parts[place], equal_nan=True) for place, part in self.parts.items())
 
 
 _ELEMENTWISE: Final = frozenset(

@@ -12,7 +12,7 @@ from chameleon_ft.clock import unix_s
 from chameleon_ft.config import RunConfig
 from chameleon_ft.events.records import FORMAT, RunStatus, Started, StepRecord
 from chameleon_ft.host.fork_server import Terminated
-from chameleon_ft.job import is_stream, load_job
+from chameleon_ft.job import Job, is_stream, load_job
 from chameleon_ft.launch.coordinator import EXIT_CODES
 from chameleon_ft.report.terminal import TerminalView
 from chameleon_ft.storage.checkpoints import sound_checkpoint
@@ -55,8 +55,7 @@ def train_in_one_process(config: RunConfig, *, run: RunDirectory, resume: bool) 
             if newest is not None:
                 loop.load(checkpoints, newest)
             for step in range(first, config.steps):
-                rate = None if job.learning_rate is None else float(job.learning_rate(step))
-                recorder.record(_trained(loop, step, rate))
+                recorder.record(_trained(loop, step, job))
             status, reason = "finished", "all steps are trained"
         except (KeyboardInterrupt, bdb.BdbQuit):
             status, reason = "interrupted", "interrupted, or left by the debugger"
@@ -69,10 +68,10 @@ def train_in_one_process(config: RunConfig, *, run: RunDirectory, resume: bool) 
     return EXIT_CODES[status]
 
 
-def _trained(loop: PlainLoop, step: int, rate: float | None) -> StepRecord:
+def _trained(loop: PlainLoop, step: int, job: Job) -> StepRecord:
     """Train a step, and return its record."""
     begun_s = time.perf_counter()
-    trained = loop.run_step(step, rate)
+    trained = loop.run_step(step, job)
     return StepRecord(
         step=step,
         loss=trained.loss,

@@ -22,12 +22,12 @@ from chameleon_ft.models.checks import (
     SampleReads,
     boundary_specs,
     check_evaluation,
-    check_learning_rate,
     check_loss,
     check_separate_parameters,
 )
 from chameleon_ft.models.job_record import record_of, sketch
-from chameleon_ft.models.optimizer import check_optimizer, state_bytes, undivided_optimizer
+from chameleon_ft.models.optimizer import state_bytes, undivided_optimizer
+from chameleon_ft.models.optimizer_checks import check_learning_rate, check_optimizer
 from chameleon_ft.models.weights import check_weights
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.protocol.job_info import JobInfo

@@ -242,10 +242,10 @@ class LayerOptimizer:
 
     def update(self, step: int) -> float:
         """Update the parameters from their gradients as they are; return the learning rate."""
-        lr, parts = self.learning_rate(step), self._updating.parts
+        parts = self._updating.parts
         for part in parts:
             part.take_gradient()
-        self._model.step(None if self._job.learning_rate is None else lr)
+        lr = self._model.step(step)
         self._values_json = None
         for part in parts:
             if part.is_rounded:
@@ -254,9 +254,7 @@ class LayerOptimizer:
 
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of a step."""
-        if self._job.learning_rate is not None:
-            return float(self._job.learning_rate(step))
-        return float(self._model.torch.param_groups[0]["lr"])
+        return self._model.learning_rate(step)
 
     def state_of(self, layer: int) -> dict[str, Any]:
         """Return the state that moves with a layer: all of it, or if slices are owned, that of shared parameters.
