@@ -1,14 +1,14 @@
 """Weights in safetensors files: which of their tensors each parameter is, and reading them into parameters.
 
-Importing this module loads no torch. What it reads goes straight into the memory of parameters, so that a worker reads
-and holds only the layers it needs.
+Importing this module loads no torch. A worker reads the tensors of its own layers, some rows at a time, straight into
+the memory of their parameters.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -23,8 +23,20 @@ __all__ = ["Pieces", "Weights"]
 
 INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"
-# A file is mapped for so many bytes at a time, which then count as memory of the process.
-_CHUNK_BYTES: Final = 1 << 25
+TYPES: Final = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
+"""The types of the format that can be read, to those of torch."""
+_CHUNK_BYTES: Final = 1 << 23
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +97,63 @@ class Weights:
         Raises ConfigError if a file cannot be read, or does not have them.
         """
         assert self.path is not None
-        path = Path(self.path)
-        files = files_of(path)
+        files, headers = files_of(Path(self.path)), dict[Path, Mapping[str, StoredTensor]]()
         for stored, tensor in tensors:
             for name, view in zip(names_of(stored), views_of(stored, tensor.detach()), strict=True):
-                if name not in files:
-                    raise ConfigError(f"weights {path}: have no tensor {name!r}, which they had when the run started")
-                _read(files[name], name, view)
+                file = files.get(name)
+                if file is not None and file not in headers:
+                    headers[file] = header_of(file)
+                if file is None or name not in headers[file] or headers[file][name].shape != tuple(view.shape):
+                    raise ConfigError(
+                        f"weights {self.path}: have no tensor {name!r} of shape {tuple(view.shape)}, which they had "
+                        "on the host that started the run; give all hosts the same files"
+                    )
+                headers[file][name].read_into(view)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of a file: its shape, its type as "F32", and its place in bytes."""
+
+    file: Path
+    shape: tuple[int, ...]
+    kind: str
+    start: int
+    stop: int
+
+    def read_into(self, tensor: Tensor) -> None:
+        """Read the values, some rows at a time. Raises ConfigError if they cannot be read.
+
+        They are not mapped into memory, as the library of safetensors would: the kernel would read more around them,
+        and a file that is cut short meanwhile would kill the process.
+        """
+        import torch
+
+        kind, flat = getattr(torch, TYPES[self.kind]), tensor if self.shape else tensor.unsqueeze(0)
+        rows = max(1, _CHUNK_BYTES * len(flat) // max(1, self.stop - self.start))
+        position = self.start
+        try:
+            with self.file.open("rb", buffering=0) as opened:
+                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+                for part in flat.split(rows) if flat.numel() else ():
+                    is_alike = part.dtype == kind and part.is_contiguous() and part.device.type == "cpu"
+                    values = part if is_alike else torch.empty(part.shape, dtype=kind)
+                    position += _fill(opened, position, values.view(-1).view(torch.uint8).numpy())
+                    if not is_alike:
+                        part.copy_(values)
+        except OSError as error:
+            raise ConfigError(f"weights {self.file}: cannot be read ({error})") from None
+
+
+def _fill(file: Any, position: int, buffer: Any) -> int:
+    """Read the bytes from a position on that a buffer has room for; return their number."""
+    done, view = 0, memoryview(buffer)
+    while done < len(view):
+        count = os.preadv(file.fileno(), [view[done:]], position + done)
+        if not count:
+            raise OSError(f"it ends after {position + done:,} bytes")
+        done += count
+    return done
 
 
 def names_of(stored: StoredName) -> tuple[str, ...]:
@@ -123,32 +185,20 @@ def files_of(path: Path) -> Mapping[str, Path]:
     return dict.fromkeys(header_of(file), file)
 
 
-def header_of(file: Path) -> Mapping[str, tuple[tuple[int, ...], str]]:
-    """Return the shape and the type, such as "F32", of each tensor of a file. Raises ConfigError if it is damaged."""
-    with _opened(file) as opened:
-        slices = {str(name): opened.get_slice(name) for name in sorted(opened.keys())}
-        return {name: (tuple(each.get_shape()), str(each.get_dtype())) for name, each in slices.items()}
-
-
-def _read(file: Path, name: str, into: Tensor) -> None:
-    if not (into.ndim and into.numel()):
-        with _opened(file) as opened:
-            into.copy_(opened.get_tensor(name))
-        return
-    rows = max(1, _CHUNK_BYTES * len(into) // into.nbytes)
-    for first in range(0, len(into), rows):
-        with _opened(file) as opened:
-            into[first : first + rows].copy_(opened.get_slice(name)[first : first + rows])
-
-
-@contextmanager
-def _opened(file: Path) -> Iterator[Any]:
+def header_of(file: Path) -> Mapping[str, StoredTensor]:
+    """Return the tensors of a file by their names. Raises ConfigError if it is damaged."""
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(file, framework="pt") as opened:
-            yield opened
-    except (SafetensorError, OSError) as error:
+        with safe_open(file, framework="pt"), file.open("rb") as opened:
+            begin = 8 + (length := int.from_bytes(opened.read(8), "little"))
+            header = json.loads(opened.read(length))
+    except (SafetensorError, OSError, ValueError) as error:
         raise ConfigError(
             f"weights {file}: cannot be read ({error}); it is missing, not safetensors, or was not copied as a whole"
         ) from None
+    return {
+        name: StoredTensor(file, tuple(each["shape"]), each["dtype"], *(begin + at for at in each["data_offsets"]))
+        for name, each in sorted(header.items())
+        if name != "__metadata__"
+    }

@@ -12,7 +12,17 @@ from torch import Tensor
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.job import Job
 from chameleon_ft.models.build import build_on_meta, state_tensors
-from chameleon_ft.weights import INDEX, StoredName, Weights, files_of, header_of, names_of, views_of
+from chameleon_ft.weights import (
+    INDEX,
+    TYPES,
+    StoredName,
+    StoredTensor,
+    Weights,
+    files_of,
+    header_of,
+    names_of,
+    views_of,
+)
 
 _NAMED: Final = 3
 # Types of safetensors that parameters are cast from.
@@ -56,9 +66,9 @@ def check_weights(job: Job) -> None:
         )
 
 
-def _headers(path: Path) -> Mapping[str, tuple[tuple[int, ...], str]]:
+def _headers(path: Path) -> Mapping[str, StoredTensor]:
     """Return the shape and type of each tensor, by its name. Raises ConfigError if a file is missing or damaged."""
-    found: dict[str, tuple[tuple[int, ...], str]] = {}
+    found: dict[str, StoredTensor] = {}
     files = files_of(path)
     for file in sorted(set(files.values())):
         if not file.is_file():
@@ -71,7 +81,7 @@ def _headers(path: Path) -> Mapping[str, tuple[tuple[int, ...], str]]:
                 f"weights {file}: has no tensor {lacking[0]!r}, which {INDEX} places there; copy all files of one "
                 "version of the model"
             )
-        found |= {name: header[name] for name in expected}
+        found |= {name: each for name, each in header.items() if name in expected}
     return found
 
 
@@ -110,23 +120,21 @@ def _views(stored: StoredName, tensor: Tensor, place: str) -> Sequence[Tensor]:
     return views
 
 
-def _check_tensor(
-    weights: Weights, name: str, headers: Mapping[str, tuple[tuple[int, ...], str]], view: Tensor, place: str
-) -> None:
+def _check_tensor(weights: Weights, name: str, headers: Mapping[str, StoredTensor], view: Tensor, place: str) -> None:
     if name not in headers:
         raise ConfigError(
             f"weights {weights.path}: have no tensor {name!r}, which is to be {place}; they have "
             f"{_some([*headers])}. Name the tensor as the files do, or put the name into `initialized` of Weights"
         )
-    shape, kind = headers[name]
+    shape, kind = headers[name].shape, headers[name].kind
     if shape != tuple(view.shape):
         raise ConfigError(
             f"weights {weights.path}: {name!r} has the shape {shape}, and {place} has {tuple(view.shape)}; build "
             "the layers of the model that the files are of, or give Pieces with views of the files' shapes"
         )
-    if view.is_floating_point() and kind not in _FLOATS:
+    if kind not in TYPES or (view.is_floating_point() and kind not in _FLOATS):
         raise ConfigError(
-            f"weights {weights.path}: {name!r} has the type {kind}, which is quantised; give files in one of "
+            f"weights {weights.path}: {name!r} has the type {kind}, as of quantised models; give files in one of "
             f"{', '.join(_FLOATS)}"
         )
 
