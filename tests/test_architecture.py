@@ -31,7 +31,7 @@ PURE = (
     "search",
     "recovery",
 )
-JOBS = {"keys", "config", "weights", "job", "data", "models", "optim"}
+JOBS = {"keys", "config", "weights", "job", "data", "models", "optim", "side_outputs"}
 RECORDS = {"clock", "config", "events", "storage"}
 
 # An impure part and the others that it may import when it runs.
@@ -39,6 +39,7 @@ MAY_IMPORT = {
     "keys": set[str](),
     "clock": set[str](),
     "optim": {"errors", "job"},
+    "side_outputs": {"errors"},
     "config": {"errors", "registry", "workload"},
     "weights": {"errors"},
     "job": {"errors", "job_arguments", "keys", "config", "weights"},
@@ -47,7 +48,19 @@ MAY_IMPORT = {
     "storage": {*PURE, *RECORDS},
     "protocol": {*PURE, *RECORDS},
     "host": {"errors", "events", "protocol"},
-    "models": {"errors", "job_record", "keys", "config", "weights", "job", "data", "optim", "cost", "storage"},
+    "models": {
+        "errors",
+        "job_record",
+        "keys",
+        "config",
+        "weights",
+        "job",
+        "data",
+        "optim",
+        "side_outputs",
+        "cost",
+        "storage",
+    },
     "report": {*PURE, *RECORDS},
     "simulate": {*PURE, *RECORDS, "report"},
     "verify": {*JOBS - {"models", "optim"}, "errors", "events", "storage"},
@@ -57,7 +70,7 @@ MAY_IMPORT = {
     "launch": {*PURE, *RECORDS, "protocol", "report", "host", "coordinator", "worker"},
     "session": {
         *PURE,
-        *JOBS - {"keys", "optim", "models"},
+        *JOBS - {"keys", "optim", "models", "side_outputs"},
         *RECORDS,
         "protocol",
         "report",

@@ -27,7 +27,9 @@ SURFACE = {
         "TrainConfig",
         "Weights",
         "__version__",
+        "auxiliary_loss",
         "load_checkpoint",
+        "log",
     },
     "optim": {
         "Combined",

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from chameleon_ft.errors import ChameleonError, ConfigError
     from chameleon_ft.job import BoundarySpec, Job
     from chameleon_ft.session.session import Callback, EarlyStop, Session, load_checkpoint
+    from chameleon_ft.side_outputs import auxiliary_loss, log
     from chameleon_ft.weights import Pieces, Weights
 
 __all__ = [
@@ -30,7 +31,9 @@ __all__ = [
     "TrainConfig",
     "Weights",
     "__version__",
+    "auxiliary_loss",
     "load_checkpoint",
+    "log",
 ]
 
 __version__ = "0.1.0"
@@ -50,7 +53,9 @@ _HOME = {
     "Session": "session.session",
     "TrainConfig": "config",
     "Weights": "weights",
+    "auxiliary_loss": "side_outputs",
     "load_checkpoint": "session.session",
+    "log": "side_outputs",
 }
 
 

@@ -227,6 +227,8 @@ class Job:
         built_in_full: layers of which a worker initialises the parameters even if it then loads a state, because the
             factory computes more from them than the state; None: found whenever a worker builds such a layer. The
             inspection of a job finds them before a run.
+        side_outputs: for each layer, the names of what it gives beside its output, "auxiliary_loss" and the metrics
+            that it logs; the inspection of a job finds them before a run.
         arguments: those that the function of the job was called with, its defaults included; `load_job` sets them.
 
     Raises:
@@ -251,6 +253,7 @@ class Job:
     boundaries: Callable[[int], Sequence[BoundarySpec]] | None = None
     precision: Precision = Precision()
     built_in_full: Collection[int] | None = None
+    side_outputs: Sequence[Sequence[str]] = ()
     arguments: Mapping[str, ArgumentValue] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -12,7 +12,7 @@ import math
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, Final
 
@@ -32,6 +32,7 @@ from chameleon_ft.events.kinds import JobChanged
 from chameleon_ft.events.records import Started, StepRecord
 from chameleon_ft.job import Job, ModelParameters, call_function, load_job
 from chameleon_ft.keys import init_key, step_key
+from chameleon_ft.side_outputs import SideOutputs, collecting
 from chameleon_ft.storage.checkpoints import is_complete, layer_part, read_mark, slice_part, sound_checkpoint
 from chameleon_ft.storage.files import RunDirectory
 from chameleon_ft.storage.stores import Storage, checkpoint_storage
@@ -360,16 +361,20 @@ class PlainStep:
     """A step of the plain loop.
 
     Attributes:
-        loss: The mean before the update; not a number if the batch has no loss terms.
+        loss: The mean before the update, with auxiliary losses; not a number if the batch has no loss terms.
         grad_norm: The norm of the gradient before clipping; likewise.
         terms: Loss terms of the batch.
         samples: Samples of the micro-batches that have terms.
+        auxiliary_loss: The part of `loss` that is auxiliary losses.
+        metrics: Means of what layers have logged.
     """
 
     loss: float = math.nan
     grad_norm: float = math.nan
     terms: float = 0.0
     samples: int = 0
+    auxiliary_loss: float = 0.0
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 class PlainLoop:
@@ -435,20 +440,27 @@ class PlainLoop:
         """Run one step with the rates of a job; nothing is changed if the batch has no loss terms."""
         self._optimizer.zero_grad()
         batch = self._config.batch
-        loss_sum, terms, samples = 0.0, 0.0, 0
+        loss_sum, auxiliary_sum, terms, samples = 0.0, 0.0, 0.0, 0
+        logged = dict[str, tuple[float, float]]()
         for micro_batch in range(batch.micro_batches):
             start = self._config.first_sample(step) + micro_batch * batch.micro_batch_size
             inputs, targets = self._samples.micro_batch(start, batch.micro_batch_size)
-            if not (own_terms := float(self._job.loss_terms(targets))):
-                continue
-            output = self._forward(inputs, step, micro_batch)
-            if self._job.precision.is_lower and output.dtype in _FLOATS:
-                output = output.float()
-            loss = self._job.loss(output, targets.to(self._device))
-            loss.backward()
+            own_terms = float(self._job.loss_terms(targets))
+            output, sides = self._forward(inputs, step, micro_batch)
+            loss = auxiliary = sum((side.loss(own_terms) for side in sides), torch.zeros((), device=self._device))
+            if own_terms:
+                if self._job.precision.is_lower and output.dtype in _FLOATS:
+                    output = output.float()
+                loss = self._job.loss(output, targets.to(self._device)) + auxiliary
+                samples += batch.micro_batch_size
+            if loss.requires_grad:
+                loss.backward()
             loss_sum += loss.item()
+            auxiliary_sum += auxiliary.item()
+            for name, (total, weight) in (each for side in sides for each in side.logged.items()):
+                known = logged.get(name, (0.0, 0.0))
+                logged[name] = known[0] + float(total), known[1] + weight
             terms += own_terms
-            samples += batch.micro_batch_size
         if not terms:
             return PlainStep()
         for parameter, master in self._masters.items():
@@ -466,7 +478,8 @@ class PlainLoop:
         self._optimizer.step()
         for parameter, master in self._masters.items():
             parameter.data.copy_(master)
-        return PlainStep(loss_sum / terms, grad_norm.item(), terms, samples)
+        means = {name: total / weight for name, (total, weight) in logged.items() if weight}
+        return PlainStep(loss_sum / terms, grad_norm.item(), terms, samples, auxiliary_sum / terms, means)
 
     def _schedule(self, step: int, job: Job) -> None:
         """Set the rates of a step."""
@@ -485,13 +498,15 @@ class PlainLoop:
         for group, own in zip(self._optimizer.param_groups, options, strict=True):
             group.update(own)
 
-    def _forward(self, inputs: torch.Tensor, step: int, micro_batch: int) -> torch.Tensor:
-        """(micro-batch, ...) -> output of the last layer for it."""
-        hidden = inputs.to(self._device)
+    def _forward(self, inputs: torch.Tensor, step: int, micro_batch: int) -> tuple[torch.Tensor, list[SideOutputs]]:
+        """(micro-batch, ...) -> output of the last layer for it, and what each layer gives beside its output."""
+        hidden, sides = inputs.to(self._device), list[SideOutputs]()
         for number, layer in enumerate(self._layers):
             torch.manual_seed(step_key(self._config.seed, step=step, micro_batch=micro_batch, layer=number))
-            hidden = layer(hidden)
-        return hidden
+            with collecting() as side:
+                hidden = layer(hidden)
+            sides.append(side)
+        return hidden, sides
 
     def _cast(self, layer: nn.Module) -> None:
         """Have a layer compute in bfloat16, but for the modules that the job keeps, with masters of its parameters."""

@@ -86,7 +86,7 @@ def new_state(**changes: Any) -> State:
 
 def vote(step: int, **fields: bool) -> Vote:
     sums: dict[str, Any] = {"grad_square_sum": 4.0, "loss_sum": 12.0 * (step + 1), "terms": 12, "samples": 12}
-    return Vote(**sums, **{"finish": False, **fields})
+    return Vote(**{**sums, "finish": False, **fields})
 
 
 def process_of(worker: int, incarnation: int = 1) -> RankProcess:

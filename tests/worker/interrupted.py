@@ -109,9 +109,9 @@ class Rest:
 class Cluster:
     """All workers of a plan, in threads."""
 
-    def __init__(self, plan: Plan, *, tied: bool) -> None:
+    def __init__(self, plan: Plan, *, tied: bool, job: Job | None = None) -> None:
         self.plan = plan
-        self.job = toy_job(LAYERS, tied=tied)
+        self.job = job or toy_job(LAYERS, tied=tied)
         self.tied = [(0, LAYERS - 1)] if tied else []
         self.workers = {worker: Worker(worker, self.job, plan, self.segments(plan.workers)) for worker in plan.workers}
         program = best_program(plan, equal_costs(layers=LAYERS, micro_batches=MICRO_BATCHES, workers=9)).program
@@ -240,7 +240,15 @@ class Cluster:
         stats = [each.stats for each in self.workers.values()]
         assert sum(s.terms for s in stats if s) == plain.terms
         assert sum(s.samples for s in stats if s) == BATCH.samples
-        assert sum(s.loss for s in stats if s) / plain.terms == pytest.approx(plain.loss, rel=1e-6)
+        totals = [
+            each.held.side_totals(key[0] for key in each.buffers.first_held(w)) for w, each in self.workers.items()
+        ]
+        auxiliary = sum(own["auxiliary_loss"][0] for own in totals if own)
+        assert auxiliary / plain.terms == pytest.approx(plain.auxiliary, rel=1e-5)
+        loss = sum(s.loss for s in stats if s) + auxiliary
+        assert loss / plain.terms == pytest.approx(plain.loss, rel=1e-6)
+        side = [names for names in self.job.side_outputs if "share" in names]
+        assert sum(own["share"][1] for own in totals if "share" in own) == MICRO_BATCHES * len(side)
         for each in self.workers.values():
             for layer in each.held.layers:
                 wanted = [g for (number, _), g in plain.gradients.items() if number == layer]

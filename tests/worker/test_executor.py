@@ -110,6 +110,7 @@ def take_part(task: Task) -> list[PlainStep]:
             done.append(
                 PlainStep(
                     loss=applied.vote.loss_sum / applied.vote.terms,
+                    auxiliary=applied.vote.auxiliary_sum / applied.vote.terms,
                     terms=applied.vote.terms,
                     grad_norm=applied.grad_norm,
                     gradients={key: gradient for key, (gradient, _) in _trained(held, held_layers).items()},

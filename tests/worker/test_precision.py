@@ -342,7 +342,7 @@ def test_all_gradients_of_a_micro_batch_have_the_bits_of_bfloat16_and_sums_of_th
         x = torch.randn(2, TIME, WIDTH, dtype=torch.bfloat16).requires_grad_()
         output = layer(x)
         if split:
-            input_gradient(output, torch.ones_like(output), x, parameters)[1]()
+            input_gradient([(output, torch.ones_like(output))], x, parameters)[1]()
         else:
             output.backward(torch.ones_like(output))
         gradients = [each.grad for each in parameters if each.grad is not None]

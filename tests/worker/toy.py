@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from chameleon_ft.data.samples import load_micro_batch
 from chameleon_ft.job import Job
 from chameleon_ft.models.build import build_layer, seed_forward
 from chameleon_ft.models.checks import boundary_specs
+from chameleon_ft.side_outputs import auxiliary_loss, log
 from chameleon_ft.worker.context import RankContext
 from chameleon_ft.worker.control_client import Activity
 from chameleon_ft.worker.fault_injection import FaultInjector
@@ -49,6 +50,51 @@ class Constant(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         # By a value, as a gate would: a layer that never passes a gradient on is refused.
         return x if float(x.detach().abs().sum()) < 0 else self.value.expand_as(x)
+
+
+class Routed(nn.Module):
+    """Two experts with a router. One of its auxiliary losses depends on parameters alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 2)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.value = nn.Parameter(torch.randn(WIDTH) / 3)
+        self.only = nn.Parameter(torch.randn(WIDTH) / 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares, scale = self.router(x).softmax(-1), self.value.exp()
+        for value, terms in self._auxiliary(shares, scale):
+            auxiliary_loss(value, terms=terms)
+        log("share", shares[..., 0].mean())
+        log("positive", (x > 0).float().mean(), weight=float((x > 0).sum()))
+        mixed: Tensor = sum(
+            share[..., None] * own(x) for share, own in zip(shares.unbind(-1), self.experts, strict=True)
+        )
+        return x + torch.tanh(mixed * scale)
+
+    def auxiliary(self, x: Tensor) -> list[tuple[Tensor, float | None]]:
+        """Return the losses that its forward adds, each with its terms."""
+        return self._auxiliary(self.router(x).softmax(-1), self.value.exp())
+
+    def _auxiliary(self, shares: Tensor, scale: Tensor) -> list[tuple[Tensor, float | None]]:
+        chosen = float((shares.detach()[..., 0] > 0.5).sum())
+        return [
+            (shares.flatten(0, -2).mean(0).square().sum(), None),
+            (shares[..., 0].square().sum(), chosen),
+            ((scale * self.only).square().sum(), 1.0),
+        ]
+
+
+class Penalised(nn.Module):
+    """Has nothing but an auxiliary loss."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        auxiliary_loss(self.auxiliary(x)[0][0])
+        return x.relu()
+
+    def auxiliary(self, x: Tensor) -> list[tuple[Tensor, float | None]]:
+        return [(x.square().mean(), None)]
 
 
 class Samples:
@@ -87,11 +133,17 @@ def toy_rank(
     )
 
 
-def toy_job(layers: int, *, clip_norm: float | None = None, constant_at: int | None = None, tied: bool = False) -> Job:
+def toy_job(
+    layers: int,
+    *,
+    clip_norm: float | None = None,
+    constant_at: int | None = None,
+    tied: bool = False,
+    kinds: Sequence[Callable[[], nn.Module]] = (Mixed, nn.ReLU, Mixed),
+) -> Job:
     """A job of any number of layers; with one layer it is all in one. Tied, its first and its last share a matrix."""
     head = partial(nn.Linear, WIDTH, IDS)
-    kinds: list[Callable[[], nn.Module]] = [Mixed, nn.ReLU, Mixed]
-    inner = [kinds[layer % 3] for layer in range(layers - 2)]
+    inner = [kinds[layer % len(kinds)] for layer in range(layers - 2)]
     factories: list[Callable[[], nn.Module]]
     if layers == 1:
         factories = [lambda: nn.Sequential(nn.Embedding(IDS, WIDTH), head())]
@@ -111,11 +163,19 @@ def toy_job(layers: int, *, clip_norm: float | None = None, constant_at: int | N
     )
 
 
+def examined(job: Job, micro_batch_size: int) -> Job:
+    """Return the job with what its examination finds that layers give beside their output."""
+    side: dict[int, tuple[str, ...]] = {}
+    boundary_specs(job, micro_batch_size, side=side)
+    return replace(job, side_outputs=tuple(side.values()))
+
+
 @dataclass
 class PlainStep:
     """One step of the plain loop: its loss, norm, and gradients and weights by layer and name."""
 
     loss: float
+    auxiliary: float
     terms: float
     grad_norm: float
     gradients: dict[tuple[int, str], Tensor]
@@ -139,18 +199,25 @@ def train_plainly(job: Job, batch: Batch, steps: int) -> list[PlainStep]:
     done = []
     for step in range(steps):
         optimizer.zero_grad()
-        total, terms = 0.0, 0.0
+        total, auxiliary, terms = 0.0, 0.0, 0.0
         for micro_batch in range(batch.micro_batches):
             inputs, targets = load_micro_batch(
                 job.dataset, order, _first(batch, step, micro_batch), batch.micro_batch_size
             )
+            own_terms, more = float(job.loss_terms(targets)), torch.zeros(())
             for number, layer in enumerate(layers):
+                if isinstance(layer, Routed | Penalised):
+                    found = layer.auxiliary(inputs)
+                    more = more + sum(
+                        own if count is None else own * own_terms / count for own, count in found if count != 0
+                    )
                 seed_forward(SEED, step=step, micro_batch=micro_batch, layer=number)
                 inputs = layer(inputs)
-            value = job.loss(inputs, targets)
+            value = job.loss(inputs, targets) + more
             value.backward()
             total += value.item()
-            terms += float(job.loss_terms(targets))
+            auxiliary += more.item()
+            terms += own_terms
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -166,7 +233,7 @@ def train_plainly(job: Job, batch: Batch, steps: int) -> list[PlainStep]:
             group["lr"] = job.learning_rate(step)
         optimizer.step()
         weights = {key: p.detach().clone() for key, p in named.items()}
-        done.append(PlainStep(total / terms, terms, float(norm), gradients, weights))
+        done.append(PlainStep(total / terms, auxiliary / terms, terms, float(norm), gradients, weights))
     return done
 
 

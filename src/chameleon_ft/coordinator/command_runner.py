@@ -355,6 +355,7 @@ class CommandRunner:
             run=str(run.path),
             boundaries=job.boundaries,
             built_in_full=job.built_in_full,
+            side_outputs=job.side_outputs,
             samples=json.dumps(dict(islice(job.record.data.items(), 3))),
         )
 

@@ -79,7 +79,8 @@ class StepRecord:
 
     Attributes:
         step: Number of the step. After a return to a checkpoint a step occurs again, and the later line counts.
-        loss: Mean over the loss terms of the global batch, before the update; null in the file if it is no number.
+        loss: Mean over the loss terms of the global batch, before the update, with the auxiliary losses of layers; null
+            in the file if it is no number.
         grad_norm: Global norm of the gradient, before clipping.
         lr: Learning rate of the update.
         samples: Samples whose loss is in the gradient, as counted by the workers.
@@ -93,6 +94,8 @@ class StepRecord:
         is_skipped: Whether the step was [bad](corruption.md#bad-steps) or had no loss terms: it has changed nothing,
             its `loss` is null, and it has no samples.
         data_wait_s: Seconds of the step in which the slowest worker read samples.
+        auxiliary_loss: The part of `loss` that is auxiliary losses.
+        metrics: Means of what layers have logged, by name; null if they are no finite number.
     """
 
     step: Count
@@ -108,6 +111,8 @@ class StepRecord:
     is_rest: bool = False
     is_skipped: bool = False
     data_wait_s: Number = 0.0
+    auxiliary_loss: float = 0.0
+    metrics: Mapping[str, Number | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.step < 0 or self.step_s <= 0 or self.workers < 1:

@@ -40,6 +40,7 @@ from chameleon_ft.models.build import (
 )
 from chameleon_ft.models.job_record import sketch
 from chameleon_ft.models.precision import cast_layer, kept_by_name, loss_of, terms_of
+from chameleon_ft.side_outputs import collecting
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 # Least relative tolerance: some kernels of accelerators sum in any order.
@@ -54,6 +55,7 @@ def boundary_specs(
     seed: int = 0,
     hints: list[str] | None = None,
     ran: Callable[[int, torch.Tensor], object] = lambda layer, output: None,
+    side: dict[int, tuple[str, ...]] | None = None,
 ) -> tuple[BoundarySpec, ...]:
     """Return the output of each layer for a micro-batch of `micro_batch_size` samples, first layer to last.
 
@@ -65,6 +67,7 @@ def boundary_specs(
     Args:
         hints: gets a sentence on each buffer whose values bfloat16 rounds.
         ran: called with each layer that has run, and its output.
+        side: gets for each layer that is run the names of what it gives beside its output.
 
     Raises:
         ConfigError: the dataset does not hold pairs of tensors of one shape; or the named layer cannot be built or run,
@@ -82,13 +85,15 @@ def boundary_specs(
     boundary = inputs.to(device)
     specs: list[BoundarySpec] = []
     # The blocks of a model mostly share one factory.
-    outputs: dict[tuple[int, BoundarySpec, bool], torch.Tensor] = {}
+    outputs: dict[tuple[int, BoundarySpec, bool], tuple[torch.Tensor, tuple[str, ...]]] = {}
     for layer, factory in enumerate(job.layers):
         key = (id(factory), BoundarySpec.of(boundary), layer == 0)
         if key not in outputs:
             outputs[key] = _output(job, layer, boundary, seed=seed, hints=[] if hints is None else hints)
-            ran(layer, outputs[key])
-        boundary = outputs[key]
+            ran(layer, outputs[key][0])
+        boundary, names = outputs[key]
+        if side is not None:
+            side[layer] = names
         specs.append(BoundarySpec.of(boundary))
     return tuple(specs)
 
@@ -128,8 +133,13 @@ def _collated_inputs(samples: SamplesInOrder, micro_batch_size: int) -> torch.Te
     return pairs[0][0]
 
 
-def _output(job: Job, layer: int, boundary: torch.Tensor, *, seed: int, hints: list[str]) -> torch.Tensor:
-    """Build a layer, and run it with gradients, as a worker does; return its output without its graph."""
+def _output(
+    job: Job, layer: int, boundary: torch.Tensor, *, seed: int, hints: list[str]
+) -> tuple[torch.Tensor, tuple[str, ...]]:
+    """Build a layer, and run it with gradients, as a worker does.
+
+    Return its output without its graph, and the names of what it gives beside it.
+    """
     device = boundary.device
     module = build_on_meta(job, layer) if device == _META else _build_alike(job, layer, seed).to(device).train()
     name, buffers = f"layer {layer} ({type(module).__name__})", dict(module.named_buffers())
@@ -151,7 +161,8 @@ def _output(job: Job, layer: int, boundary: torch.Tensor, *, seed: int, hints: l
     # Another thread may read a sample, for which it seeds the generators.
     with generator_lock:
         generators = OtherGenerators()
-        output = run(boundary)
+        with collecting() as side:
+            output = run(boundary)
         used = generators.used_since()
     if used:
         raise ConfigError(
@@ -173,7 +184,7 @@ def _output(job: Job, layer: int, boundary: torch.Tensor, *, seed: int, hints: l
             f"{name} returned {type(output).__name__}: a layer returns one tensor; pack several into one, or put both "
             "users of them into the same layer"
         )
-    _require_gradients(job, layer, module, given, output, run)
+    _require_gradients(job, layer, module, given, [output, *(value for value, _ in side.losses)], run)
     output = output.detach()
     if found := changed(beside, after := digests_beside_state(module)):
         # A cache, or what is left of one input, is the same after the same input; a count or a mean is not.
@@ -187,7 +198,7 @@ def _output(job: Job, layer: int, boundary: torch.Tensor, *, seed: int, hints: l
                 f"{name} changes {found[0]!r} in its forward, of which each worker would have another value, and its "
                 "output may depend on it; let it depend on nothing but its input, its parameters and torch's generator"
             )
-    return output
+    return output, side.names
 
 
 def _require_gradients(
@@ -195,28 +206,28 @@ def _require_gradients(
     layer: int,
     module: nn.Module,
     given: torch.Tensor,
-    output: torch.Tensor,
+    roots: Sequence[torch.Tensor],
     run: Callable[[torch.Tensor], Any],
 ) -> None:
-    """Raise ConfigError if something would not be trained that seems to be meant to.
+    """Raise ConfigError if something would not be trained by `roots`, the output and losses, that seems meant to.
 
     A layer that does not choose by values what it computes, as a mixture of experts does, also runs on the meta device,
     and always uses the parameters that it uses there. Only one that is used nowhere is refused.
     """
-    name, graph = f"layer {layer} ({type(module).__name__})", _graph_of(output)
+    name, graph = f"layer {layer} ({type(module).__name__})", _graph_of(roots)
     for key, value in ((key, value) for part in module.modules() for key, value in vars(part).items()):
         if isinstance(value, torch.Tensor) and value.grad_fn is not None and value.grad_fn not in graph:
             raise ConfigError(
                 f"{name} keeps {key!r}, of which no gradient is computed, because only what the last layer returns is "
                 "part of the loss; return what is to be trained, and keep other values by detach()"
             )
-    if (leaf := untracked_leaf(output, lambda: run(given), own=[given, *module.parameters()])) is not None:
+    if (leaf := untracked_leaf(roots, lambda: run(given), own=[given, *module.parameters()])) is not None:
         raise ConfigError(
             f"{name} computes with a tensor of shape {tuple(leaf.shape)} that requires a gradient and is none of its "
             "parameters, so it would not be trained; register it, as nn.Parameter or by nn.ModuleList, or freeze it by "
             "requires_grad_(False)"
         )
-    idle = _without_gradient(module, given, output, is_first=layer == 0)
+    idle = _without_gradient(module, given, roots, is_first=layer == 0)
     if idle and not given.is_meta:
         idle &= _without_gradient_on_meta(job, layer, given)
     if parameters := sorted(idle - job.tied_in(layer) - {""}):
@@ -232,15 +243,17 @@ def _require_gradients(
         )
 
 
-def _without_gradient(module: nn.Module, given: torch.Tensor, output: torch.Tensor, *, is_first: bool) -> set[str]:
+def _without_gradient(
+    module: nn.Module, given: torch.Tensor, roots: Sequence[torch.Tensor], *, is_first: bool
+) -> set[str]:
     """Run the backward; return the names of the trained parameters without a gradient, and "" if the input has none."""
     try:
-        if output.requires_grad:
+        if differentiable := [each for each in roots if each.requires_grad]:
             with generator_lock:
-                output.backward(torch.zeros_like(output))
+                torch.autograd.backward(differentiable, list(map(torch.zeros_like, differentiable)))
     except Exception:
         # Not all operations can run on the meta device.
-        if output.is_meta:
+        if given.is_meta:
             return set()
         raise
     idle = {name for name, each in module.named_parameters() if each.requires_grad and each.grad is None}
@@ -253,16 +266,17 @@ def _without_gradient_on_meta(job: Job, layer: int, given: torch.Tensor) -> set[
         module = build_on_meta(job, layer)
         cast_layer(module, job.precision, is_first=layer == 0)
         given = given.detach().to(_META).requires_grad_(given.requires_grad)
-        output = _run(module, given, name="", layer=layer, seed=0)
-        return _without_gradient(module, given, output, is_first=layer == 0)
+        with collecting() as side:
+            output = _run(module, given, name="", layer=layer, seed=0)
+        return _without_gradient(module, given, [output, *(value for value, _ in side.losses)], is_first=layer == 0)
     except Exception:  # noqa: BLE001 - of any class: the layer looks at values, or cannot run there
         return set()
 
 
-def _graph_of(output: torch.Tensor) -> dict[Any, None]:
-    """Return the nodes of the graph that a backward of `output` runs through."""
+def _graph_of(roots: Iterable[torch.Tensor]) -> dict[Any, None]:
+    """Return the nodes of the graph that a backward of `roots` runs through."""
     found: dict[Any, None] = {}
-    stack: list[Any] = [output.grad_fn]
+    stack: list[Any] = [root.grad_fn for root in roots]
     while stack:
         node = stack.pop()
         if node is not None and node not in found:
@@ -272,18 +286,25 @@ def _graph_of(output: torch.Tensor) -> dict[Any, None]:
 
 
 def untracked_leaf(
-    output: torch.Tensor, run: Callable[[], torch.Tensor], *, own: Iterable[torch.Tensor]
+    roots: Iterable[torch.Tensor], run: Callable[[], torch.Tensor], *, own: Iterable[torch.Tensor]
 ) -> torch.Tensor | None:
-    """Return a tensor beside `own` that a backward of `output` would add a gradient to; `run` computes it again."""
+    """Return a tensor beside `own` that a backward of `roots` would add a gradient to; `run` computes the first again.
+
+    What is used for auxiliary losses alone is found, too.
+    """
     known = set(map(id, own))
-    strange = {id(leaf): leaf for leaf in _leaves_of(output) if id(leaf) not in known}
+    strange = {id(leaf): leaf for leaf in _leaves_of(roots) if id(leaf) not in known}
     # A tensor that is made by `run` is another one in the second run.
-    again = {id(leaf) for leaf in _leaves_of(run())} if strange else set()
+    again: set[int] = set()
+    if strange:
+        with collecting() as side:
+            output = run()
+        again = set(map(id, _leaves_of([output, *(value for value, _ in side.losses)])))
     return next((leaf for key, leaf in strange.items() if key in again), None)
 
 
-def _leaves_of(output: torch.Tensor) -> list[torch.Tensor]:
-    return [node.variable for node in _graph_of(output) if hasattr(node, "variable")]
+def _leaves_of(roots: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [node.variable for node in _graph_of(roots) if hasattr(node, "variable")]
 
 
 def _run(module: nn.Module, boundary: torch.Tensor, *, name: str, layer: int, seed: int) -> Any:
@@ -484,7 +505,7 @@ def check_loss(
                 f"`loss` returned {found}: it returns the sum of the loss terms of a micro-batch, a tensor of one "
                 'number; give torch\'s losses reduction="sum"'
             )
-        if (leaf := untracked_leaf(loss, partial(loss_of, job, made, targets), own=[made])) is not None:
+        if (leaf := untracked_leaf([loss], partial(loss_of, job, made, targets), own=[made])) is not None:
             raise ConfigError(
                 f"`loss` computes with a parameter of its own, of shape {tuple(leaf.shape)}, which would not be "
                 "trained; move it into the last layer, or freeze it by requires_grad_(False)"

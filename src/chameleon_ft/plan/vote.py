@@ -11,7 +11,7 @@ class Vote:
 
     Attributes:
         grad_square_sum: squared L2 norm of the summed, not yet averaged, gradient of the whole model.
-        loss_sum: the loss of the global batch before it is divided.
+        loss_sum: the loss of the global batch before it is divided, with the auxiliary losses.
         terms: loss terms of the global batch; the gradient and the loss are divided by it.
         samples: samples of the global batch.
         finish: Some rank has received `Finish`: the run ends after this step.
@@ -23,6 +23,8 @@ class Vote:
         data_wait_s: seconds in which the slowest of the ranks read samples.
         checked: The state before the step was compared between the holders of each layer, and agreed.
         evaluate: All ranks evaluate the state after this step; if another generation follows, at its beginning.
+        auxiliary_sum: the auxiliary losses of layers, before they are divided.
+        logged: the means of what layers have logged, by name; None if it is no finite number.
     """
 
     grad_square_sum: float
@@ -38,6 +40,8 @@ class Vote:
     data_wait_s: float = 0.0
     checked: bool = False
     evaluate: bool = False
+    auxiliary_sum: float = 0.0
+    logged: tuple[tuple[str, float | None], ...] = ()
 
     @property
     def evaluates(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bdb
+import math
 import time
 import traceback
 
@@ -84,4 +85,6 @@ def _trained(loop: PlainLoop, step: int, job: Job) -> StepRecord:
         generation=0,
         time=unix_s(),
         is_skipped=not trained.terms,
+        auxiliary_loss=trained.auxiliary_loss,
+        metrics={name: value if math.isfinite(value) else None for name, value in trained.metrics.items()},
     )

@@ -33,6 +33,7 @@ from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.protocol.job_info import JobInfo
 from chameleon_ft.protocol.parts import BoundaryMessage
 from chameleon_ft.quantities import data_size
+from chameleon_ft.side_outputs import AUXILIARY
 from chameleon_ft.worker.device import claim_device, device_name, missing_device, require_devices
 from chameleon_ft.workload import TiedParameters
 
@@ -111,13 +112,15 @@ def _inspect_job(config: RunConfig) -> JobInfo:
         check_optimizer(job, device=run_on)
     hints: list[str] = []
     outputs: dict[str, Fact] = {}
+    # Of layers that are not examined, as if each had some.
+    side: dict[int, tuple[str, ...]] = {}
 
     def ran(layer: int, output: torch.Tensor) -> None:
         if run_on.type != "meta":
             outputs[f"output of layer {layer} for the same samples"] = sketch(output)
 
     size = config.batch.micro_batch_size
-    boundaries = boundary_specs(job, size, device=run_on, seed=config.seed, hints=hints, ran=ran)
+    boundaries = boundary_specs(job, size, device=run_on, seed=config.seed, hints=hints, ran=ran, side=side)
     if run_on.type != "meta" and job.boundaries is None:
         loss, more = check_loss(job, boundaries[-1], size, device=run_on, seed=config.seed)
         hints += more
@@ -154,6 +157,7 @@ def _inspect_job(config: RunConfig) -> JobInfo:
         undivided=undivided,
         hints=tuple(hints),
         built_in_full=layers_built_in_full(job, config.seed),
+        side_outputs=tuple(side.get(layer, (AUXILIARY,)) for layer in range(job.num_layers)),
         has_evaluation=job.evaluation is not None,
         device=device,
         record=record_of(job, config, samples=samples.facts, outputs=outputs, device=run_on),

@@ -169,7 +169,9 @@ def _trainer(
         loaders.close()
     context = RankContext(
         worker=worker,
-        job=replace(load_examined(config, samples), built_in_full=welcome.built_in_full),
+        job=replace(
+            load_examined(config, samples), built_in_full=welcome.built_in_full, side_outputs=welcome.side_outputs
+        ),
         boundaries=tuple(BoundarySpec(b.shape, getattr(torch, b.dtype)) for b in welcome.boundaries),
         device=device,
         activity=client.activity,

@@ -206,7 +206,9 @@ class StepLoop:
             if self.config.health.on_bad_step == "stop":
                 self.committer.drop()
                 raise _EndedByBadStepError from None
-            applied = self.committer.apply(replace(again.vote, loss_sum=0.0, grad_square_sum=0.0, skipped=True))
+            applied = self.committer.apply(
+                replace(again.vote, loss_sum=0.0, auxiliary_sum=0.0, grad_square_sum=0.0, skipped=True)
+            )
             self.migration.resume()
             self._committed(applied, StepStats(), request=request, start_s=start_s)
             return applied.vote

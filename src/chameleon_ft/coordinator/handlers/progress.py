@@ -87,6 +87,8 @@ def _step_record(
         is_rest=is_rest,
         is_skipped=vote.skipped,
         data_wait_s=min(vote.data_wait_s, step_s),
+        auxiliary_loss=0.0 if vote.skipped else vote.auxiliary_sum / vote.terms,
+        metrics={} if vote.skipped else dict(vote.logged),
     )
 
 

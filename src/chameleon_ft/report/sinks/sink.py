@@ -77,6 +77,10 @@ def _scalars(record: Record) -> Iterator[tuple[str, float | None]]:
             yield "train/loss", record.loss
             yield "train/grad_norm", record.grad_norm
             yield "train/learning_rate", record.lr
+            if record.auxiliary_loss:
+                yield "train/auxiliary_loss", record.auxiliary_loss
+            for name, value in record.metrics.items():
+                yield f"train/{name}", value
             yield "pace/step_s", record.step_s
             yield "pace/data_wait_s", record.data_wait_s
             yield "pace/tokens_per_s", record.tokens_per_s

@@ -22,7 +22,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.schedule import Operation
+from chameleon_ft.side_outputs import SideOutputs, collecting
 from chameleon_ft.worker.execution.bad_steps import naming_layer
 from chameleon_ft.worker.execution.gradients import without_gradients
 from chameleon_ft.worker.execution.layers import HeldLayers
@@ -42,29 +43,36 @@ WeightHalf = Callable[[], object]
 _Gradients = tuple[Tensor | None, ...]
 
 
-def whole_backward(output: Tensor, output_gradient: Tensor | None) -> None:
-    """Add to the gradients of all leaves, if there are any. The gradient is None for a loss."""
-    if output.requires_grad:
-        torch.autograd.backward(output, output_gradient)
+Roots = Sequence[tuple[Tensor, Tensor | None]]
+"""Tensors at which a backward begins: the output of some layers and their auxiliary losses, each with its gradient,
+which is None for a scalar of which that is 1."""
+
+
+def whole_backward(roots: Roots) -> None:
+    """Add to the gradients of all leaves, if there are any."""
+    if differentiable := [each for each in roots if each[0].requires_grad]:
+        outputs, gradients = zip(*differentiable, strict=True)
+        torch.autograd.backward(outputs, gradients)
 
 
 def input_gradient(
-    output: Tensor, output_gradient: Tensor | None, boundary: Tensor, parameters: Sequence[nn.Parameter]
+    roots: Roots, boundary: Tensor, parameters: Sequence[nn.Parameter]
 ) -> tuple[Tensor | None, WeightHalf]:
     """Compute the gradient of `boundary` and save what W needs.
 
     Args:
-        output: the output of some layers, or the scalar loss.
-        output_gradient: gradient of `output`; None for the loss.
+        roots: of the layers.
         boundary: the input of the layers. If it has no gradient, W is the whole backward.
         parameters: the trained parameters of the layers.
     """
-    whole = partial(whole_backward, output, output_gradient)
-    if not (output.requires_grad and boundary.requires_grad):
+    whole, roots = partial(whole_backward, roots), [each for each in roots if each[0].requires_grad]
+    if not (roots and boundary.requires_grad):
         return None, whole
-    branches = _branches(get_gradient_edge(output).node, get_gradient_edge(boundary).node)
+    edges = [get_gradient_edge(root) for root, _ in roots]
+    branches = _branches([edge.node for edge in edges], get_gradient_edge(boundary).node)
     if branches is None:
         return None, whole
+    of_roots = {edge.node: _Start.of_root(edge, *root) for edge, root in zip(edges, roots, strict=True)}
     starts: dict[Node, _Start] = {}
     at_once: list[nn.Parameter] = []
     for parameter in parameters:
@@ -75,15 +83,16 @@ def input_gradient(
         if branch is None:
             at_once.append(parameter)
         else:
-            starts.setdefault(branch, _Start(branch)).parameters.append(parameter)
+            starts.setdefault(branch, of_roots.get(branch) or _Start(branch)).parameters.append(parameter)
     if not starts:
         return _both_at_once(whole, boundary, parameters)
     try:
         with ExitStack() as hooks:
             for start in starts.values():
                 hooks.enter_context(start.node.register_prehook(start.keep))
+            outputs, gradients = zip(*roots, strict=True)
             gradient, *found = torch.autograd.grad(
-                [output], [boundary, *at_once], [output_gradient], retain_graph=True, allow_unused=True
+                outputs, [boundary, *at_once], gradients, retain_graph=True, allow_unused=True
             )
     except RuntimeError:
         # A part of the graph runs as a whole only.
@@ -99,6 +108,12 @@ class _Start:
     parameters: list[nn.Parameter] = field(default_factory=list)
     gradients: _Gradients = ()
 
+    @classmethod
+    def of_root(cls, edge: GradientEdge, root: Tensor, gradient: Tensor | None) -> Self:
+        """Return the start at a root, whose node I may not run."""
+        own = torch.ones_like(root) if gradient is None else gradient
+        return cls(edge.node, gradients=(*[None] * edge.output_nr, own))
+
     def keep(self, gradients: _Gradients) -> None:
         """Keep gradients; a hook that is called before the node runs."""
         self.gradients = gradients
@@ -113,22 +128,22 @@ class _Start:
             torch.autograd.backward(edges, [e for e in self.gradients if e is not None], inputs=self.parameters)
 
 
-def _branches(output: Node, boundary: Node) -> dict[Node, Node | None] | None:
-    """Find where paths to other leaves branch off those from the output to the boundary.
+def _branches(roots: Sequence[Node], boundary: Node) -> dict[Node, Node | None] | None:
+    """Find where paths to other leaves branch off those from the roots to the boundary.
 
     Returns:
-        For each node below the output from which no path leads to the boundary, the only node with such a path at
-        which all paths to it branch off; None if there are several, or if a function of Python would run in both halves
-        from there. None if the boundary is not below the output.
+        For each node below the roots from which no path leads to the boundary, the only node with such a path at which
+        all paths to it branch off, or the only root above it, if that is no such node; None if there are several, or if
+        a function of Python would run in both halves from there. None if the boundary is not below the roots.
     """
-    children = _children(output)
+    children = _children(roots)
     on_path: set[Node] = {boundary} if boundary in children else set()
     for node in children:
         if not on_path.isdisjoint(children[node]):
             on_path.add(node)
     if not on_path:
         return None
-    branches: dict[Node, Node | None] = {}
+    branches: dict[Node, Node | None] = {root: root for root in roots if root not in on_path}
     for node in reversed(children):
         start = node if node in on_path else branches[node]
         for child in children[node]:
@@ -142,11 +157,11 @@ def _branches(output: Node, boundary: Node) -> dict[Node, Node | None] | None:
     return {node: None if start in undivided else start for node, start in branches.items()}
 
 
-def _children(output: Node) -> dict[Node, list[Node]]:
-    """Return the children of the output and of each node below it; a node comes after its children."""
+def _children(roots: Sequence[Node]) -> dict[Node, list[Node]]:
+    """Return the children of the roots and of each node below them; a node comes after its children."""
     visited: dict[Node, list[Node]] = {}
     complete: dict[Node, list[Node]] = {}
-    stack = [output]
+    stack = [*roots]
     while stack:
         node = stack[-1]
         if node in visited:
@@ -188,15 +203,18 @@ def _run_weight_half(
 
 @dataclass(slots=True)
 class _Part:
-    """Some layers of a hop: their input, detached from the layers before, and their output with its graph.
+    """Some layers of a hop: their input, detached from the layers before, and what they made from it, with its graph.
 
-    The output is None if the backward runs the layers again. `ends` are the last nodes of the layers in that graph.
+    The output is None if the backward runs the layers again; then they have auxiliary losses if they `had_auxiliary`.
+    Of others `auxiliary` are these, each with its gradient. `ends` are the last nodes of the layers in the graph.
     """
 
     layers: LayerRange
     boundary: Tensor
-    output: Tensor | None
-    ends: list[Any]
+    output: Tensor | None = None
+    had_auxiliary: bool = False
+    auxiliary: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
+    ends: list[Any] = field(default_factory=list)
 
 
 class SavedActivations:
@@ -208,19 +226,27 @@ class SavedActivations:
     A layer recomputed selectively keeps its graph, which recomputes some of its tensors: see
     `chameleon_ft.models.recomputation`.
 
+    The sums that layers give beside their output are those of the first run. The end of the backward adds them to the
+    sums of the step, so they are part of whatever has the hop's weight gradients.
+
     Args:
         operation: the hop's F.
         num_layers: layers of the model.
+        terms: Returns the loss terms of the micro-batch; called if an auxiliary loss depends on them.
     """
 
-    def __init__(self, held: HeldLayers, operation: Operation, *, step: int, num_layers: int) -> None:
+    def __init__(
+        self, held: HeldLayers, operation: Operation, *, step: int, num_layers: int, terms: Callable[[], float]
+    ) -> None:
         again = operation.recompute
         selective = frozenset(layer for layer in (again.selective if again else ()) if is_recomputed(layer, num_layers))
         self._held = held
         self._operation = operation
         self._num_layers = num_layers
+        self._terms = terms
         self._run = partial(held.forward, step=step, micro_batch=operation.micro_batch, selective=selective)
         self._parts: list[_Part] = []
+        self._sums: list[WeightHalf] = []
 
     def forward(self, boundary: Tensor) -> Tensor:
         """Run the hop's F on its input; return the output, with its graph if the model's last layer made it."""
@@ -237,43 +263,60 @@ class SavedActivations:
 
         `gradient` is that of the hop's output; None for the loss.
         """
+        is_top = True
         while self._parts:
             part = self._parts.pop()
             with naming_layer(part.layers, part.ends):
-                whole_backward(self._output(part), gradient)
-            gradient = part.boundary.grad
-            # The layers below may not contribute to the loss.
-            if gradient is None:
-                self._parts.clear()
+                whole_backward(self._roots(part, gradient, is_top=is_top))
+            gradient, is_top = part.boundary.grad, False
+        _run_all(self._sums)
         return gradient
 
     def input_gradient(self, gradient: Tensor | None) -> tuple[Tensor | None, WeightHalf]:
         """Run I: return the gradient of the hop's input, None if it has none, and the remaining W."""
         if not self._parts[0].boundary.requires_grad:
             return None, partial(self.backward, gradient)
-        halves: list[WeightHalf] = []
+        halves, is_top = self._sums, True
         while self._parts:
             part = self._parts.pop()
             parameters = self._held.parameters(part.layers)
             with naming_layer(part.layers, part.ends):
-                gradient, half = input_gradient(self._output(part), gradient, part.boundary, parameters)
+                roots = self._roots(part, gradient, is_top=is_top)
+                gradient, half = input_gradient(roots, part.boundary, parameters)
             halves.append(half)
-            if gradient is None:
-                self._parts.clear()
+            is_top = False
         return gradient, partial(_run_all, halves)
 
     def _part_forward(self, layers: LayerRange, boundary: Tensor, *, again: bool) -> Tensor:
-        output, ends = boundary, []
+        part, output = _Part(layers, boundary), boundary
         for layer in layers:
-            output = self._run(LayerRange(layer, layer + 1), output)
-            ends.append(output.grad_fn)
-        self._parts.append(_Part(layers, boundary, None, []) if again else _Part(layers, boundary, output, ends))
+            with collecting() as side:
+                output = self._run(LayerRange(layer, layer + 1), output)
+            part.ends.append(output.grad_fn)
+            part.auxiliary += self._auxiliary(side)
+            if side.is_training and (add := self._held.side_sums(layer, side, self._terms)) is not None:
+                self._sums.append(add)
+        part.output = output
+        self._parts.append(_Part(layers, boundary, had_auxiliary=bool(part.auxiliary)) if again else part)
         if layers.stop == self._num_layers:
             return output
         return output.detach().requires_grad_(output.requires_grad)
 
-    def _output(self, part: _Part) -> Tensor:
-        return self._run(part.layers, part.boundary) if part.output is None else part.output
+    def _roots(self, part: _Part, gradient: Tensor | None, *, is_top: bool) -> Roots:
+        """Return the roots of the backward of a part, the output first. Below the top, it may have no gradient."""
+        output, auxiliary = part.output, part.auxiliary
+        has_gradient = is_top or gradient is not None
+        if output is None:
+            if not (has_gradient or part.had_auxiliary):
+                return []
+            with collecting() as side:
+                output = self._run(part.layers, part.boundary)
+            auxiliary = self._auxiliary(side)
+        return [(output, gradient), *auxiliary] if has_gradient else auxiliary
+
+    def _auxiliary(self, side: SideOutputs) -> list[tuple[Tensor, Tensor | None]]:
+        terms = self._terms() if side.has_own_terms else 0.0
+        return [(value, torch.full_like(value, share)) for value, share in side.roots(terms)]
 
 
 def _run_all(halves: list[WeightHalf]) -> None:

@@ -29,6 +29,7 @@ from chameleon_ft.errors import ChameleonError, ControlError
 from chameleon_ft.plan.rest import StepProgress
 from chameleon_ft.plan.shards import Sharding
 from chameleon_ft.plan.vote import Vote
+from chameleon_ft.side_outputs import AUXILIARY
 from chameleon_ft.sync import Segment
 from chameleon_ft.worker.communicators.base import CommunicationError, Communicators
 from chameleon_ft.worker.context import RankContext
@@ -301,7 +302,7 @@ class Committer:
                 raise BadStepError(vote, why, step.sums())
             self.recent.add(loss, grad_norm)
         else:
-            vote = replace(vote, loss_sum=0.0, grad_square_sum=0.0, skipped=True, empty=True)
+            vote = replace(vote, loss_sum=0.0, auxiliary_sum=0.0, grad_square_sum=0.0, skipped=True, empty=True)
         applied = self.apply(vote)
         step.stats.end_s = time.perf_counter()
         return applied
@@ -391,6 +392,8 @@ class Committer:
         """Return the vote, and the sums of the bounds for spikes."""
         stats, check = step.stats, context.check
         bounds, checksums = self.recent.ballot(), () if check is None else check.ballot()
+        totals = self.held.side_totals(layer for layer, *tied in self.buffers.first_held(self.rank.worker) if not tied)
+        side = [number for name in self._side_names for number in totals.get(name, (0.0, 0.0))]
         ballot = [
             self.buffers.square_sum(self.rank.worker),
             *(stats.loss, stats.terms, stats.samples, stats.draws),
@@ -398,12 +401,16 @@ class Committer:
             *(wishes.finish, wishes.switch, wishes.checkpoint, wishes.snapshot, wishes.evaluate),
             step.contributions,
             1.0,
+            *side,
             *bounds,
             *checksums,
         ]
         total = self._sum(ballot, context)
         grad_square_sum, loss_sum, terms, samples, draws, data_wait, finishing, switching, *counts = total
         checkpointing, snapshotting, evaluating, contributions, voters, *others = counts
+        sides = zip(others[: len(side) : 2], others[1 : len(side) : 2], strict=True)
+        logged, others = dict(zip(self._side_names, sides, strict=True)), others[len(side) :]
+        auxiliary_sum, _ = logged.pop(AUXILIARY, (0.0, 0.0))
         _require_all(voters, context.members)
         if draws:
             raise JobError(
@@ -420,7 +427,13 @@ class Committer:
             )
         vote = Vote(
             grad_square_sum=grad_square_sum,
-            loss_sum=loss_sum,
+            loss_sum=loss_sum + auxiliary_sum,
+            auxiliary_sum=auxiliary_sum,
+            logged=tuple(
+                (name, total / weight if math.isfinite(total) else None)
+                for name, (total, weight) in logged.items()
+                if weight
+            ),
             terms=terms,
             samples=round(samples),
             data_wait_s=data_wait ** (1 / _MAX_NORM),
@@ -432,6 +445,11 @@ class Committer:
             evaluate=round(evaluating) == len(context.members),
         )
         return vote, others[: len(bounds)]
+
+    @property
+    def _side_names(self) -> list[str]:
+        """The names of all that layers give beside their outputs, in the order of the vote."""
+        return sorted({name for names in self.rank.job.side_outputs for name in names})
 
     def total(self, numbers: Sequence[float], context: CommitContext) -> list[float]:
         """Return the sums of numbers of all members, in a vote of its own. Raises CommunicationError."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from chameleon_ft.cost.memory import MessageBuffers
 from chameleon_ft.keys import generator_lock
-from chameleon_ft.models.precision import loss_and_terms
+from chameleon_ft.models.precision import loss_and_terms, terms_of
 from chameleon_ft.schedule import Operation, OperationKind
 from chameleon_ft.worker.communicators.base import Channel, Communicators, InFlight, tag_of
 from chameleon_ft.worker.context import RankContext
@@ -386,7 +386,13 @@ class _StepExecution:
             assert message is not None
             boundary = message.detach().requires_grad_(message.is_floating_point() or message.is_complex())
         # With a graph even if no backward follows: without one torch may choose other kernels, with other last bits.
-        saved = SavedActivations(executor.held, operation, step=step, num_layers=len(executor.rank.boundaries))
+        saved = SavedActivations(
+            executor.held,
+            operation,
+            step=step,
+            num_layers=len(executor.rank.boundaries),
+            terms=lambda: terms_of(executor.rank.job, executor.micro_batches(step, operation.micro_batch).targets),
+        )
         output = saved.forward(boundary)
         if hop_of(operation) in self._backwards:
             self._state.saved[hop_of(operation)] = saved

@@ -1,6 +1,7 @@
 """Gradients in flat buffers, each with flags: one for each parameter that some micro-batch of the step has given one.
 
-The flags follow the gradients in a buffer, so they are summed over workers, kept and sent again with them.
+The flags follow the gradients in a buffer, so they are summed over workers, kept and sent again with them. So are other
+sums over the step, in flat buffers of their own.
 """
 
 from __future__ import annotations
@@ -16,18 +17,19 @@ from torch import Tensor, nn
 
 from chameleon_ft.plan.rest import GradientKey
 from chameleon_ft.sync import Segment
-from chameleon_ft.worker.execution.layers import HeldLayers
+from chameleon_ft.worker.execution.layers import HeldLayers, StepSum
 
 # Elements of one norm. In float64 it is taken of a copy, which must stay small on a CPU; elsewhere a launch costs more.
 _NORM_ELEMENTS_ON_CPU: Final = 1 << 14
 _NORM_ELEMENTS: Final = 1 << 22
 
-_Parameters = list[list[nn.Parameter]]
-"""The copies of each of some parameters."""
+_Summed = nn.Parameter | StepSum
+_Parameters = Sequence[Sequence[_Summed]]
+"""The copies of each of some parameters; or each of some sums over the step, which take the place of gradients."""
 
 
 @contextmanager
-def without_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+def without_gradients(parameters: Sequence[_Summed]) -> Iterator[None]:
     """Take the gradients of parameters away inside the block."""
     gradients = [parameter.grad for parameter in parameters]
     for parameter in parameters:
@@ -48,6 +50,7 @@ class _FlatGradients:
 
     def __init__(self, parameters: _Parameters, dtype: torch.dtype) -> None:
         sizes = [copies[0].numel() for copies in parameters]
+        self.are_gradients = not isinstance(parameters[0][0], StepSum)
         self.buffer = torch.zeros(sum(sizes) + len(sizes), dtype=dtype, device=parameters[0][0].device)
         self.elements, self._flags = self.buffer.split([sum(sizes), len(sizes)])
         # Views share the count of their base, but not through `data`.
@@ -59,7 +62,7 @@ class _FlatGradients:
         for copies, gradient in zip(parameters, self._gradients, strict=True):
             for copy in copies:
                 if id(copy) not in but:
-                    copy.grad = gradient.view_as(copy)
+                    copy.grad = gradient.view(copy.shape)
 
     def zero(self) -> None:
         """Start a step."""
@@ -73,7 +76,7 @@ class _FlatGradients:
             changed = [now != earlier for now, earlier in zip(self._changes, before, strict=True)]
             self._flags.masked_fill_(torch.tensor(changed, device=self._flags.device), 1)
 
-    def idle_in(self, parameters: _Parameters) -> Iterator[nn.Parameter]:
+    def idle_in(self, parameters: _Parameters) -> Iterator[_Summed]:
         """Yield all copies of the parameters without a gradient.
 
         One that is not zero has come from somewhere: a custom kernel may add to it behind torch's back.
@@ -133,7 +136,12 @@ class GradientBuffers:
         tied = {key: held.tied(key) for key in self._tied}
         elsewhere = {id(copy) for groups in tied.values() for copies in groups for copy in copies}
         return {
-            key: _by_type(tied[key] if key in tied else [[p] for p in held.parameters(key) if id(p) not in elsewhere])
+            key: _by_type(tied[key])
+            if key in tied
+            else [
+                *_by_type([[p] for p in held.parameters(key) if id(p) not in elsewhere]),
+                *_by_type([[each] for each in held.sums(key)]),
+            ]
             for key in keys
         }
 
@@ -183,16 +191,21 @@ class GradientBuffers:
             flat.zero()
 
     def scale(self, factor: float) -> None:
+        """Multiply the gradients, but not other sums."""
         for flat in chain.from_iterable(self._flat.values()):
-            flat.elements.mul_(factor)
+            if flat.are_gradients:
+                flat.elements.mul_(factor)
+
+    def first_held(self, worker: int) -> list[GradientKey]:
+        """Return the keys of the segments that `worker` is the first holder of."""
+        return [key for segment in self.segments if segment.holders[0] == worker for key in segment.keys]
 
     def square_sum(self, worker: int) -> float:
         """Return the squared L2 norm of the segments that `worker` is the first holder of.
 
         Every layer has one first holder, so the sum of this over all workers counts each layer once.
         """
-        keys = [key for segment in self.segments if segment.holders[0] == worker for key in segment.keys]
-        own = [flat.elements for key in keys for flat in self._flat[key]]
+        own = [flat.elements for key in self.first_held(worker) for flat in self._flat[key] if flat.are_gradients]
         parts = [part for b in own for part in b.split(_NORM_ELEMENTS_ON_CPU if b.is_cpu else _NORM_ELEMENTS)]
         return math.fsum(float(torch.linalg.vector_norm(part, dtype=torch.float64)) ** 2 for part in parts)
 
@@ -202,7 +215,7 @@ def _has_part(layers: frozenset[int], segment: Segment) -> bool:
     return not layers.isdisjoint(segment.tied) if segment.tied else layers.issuperset(segment.layers)
 
 
-def _copies(parameters: list[_Parameters]) -> Iterator[nn.Parameter]:
+def _copies(parameters: list[_Parameters]) -> Iterator[_Summed]:
     return (copy for alike in parameters for copies in alike for copy in copies)
 
 
@@ -226,6 +239,7 @@ def _by_type(parameters: _Parameters) -> list[_Parameters]:
     return [list(group) for _, group in groupby(ordered, key=_gradient_type)]
 
 
-def _gradient_type(copies: list[nn.Parameter]) -> torch.dtype:
+def _gradient_type(copies: Sequence[_Summed]) -> torch.dtype:
     """Return the element type in which gradients are summed; it may have more bits than that of the parameter."""
-    return copies[0].grad_dtype or copies[0].dtype
+    first = copies[0]
+    return first.dtype if isinstance(first, StepSum) else first.grad_dtype or first.dtype

@@ -16,15 +16,17 @@ holders.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from chameleon_ft.data.streams import POSITION_KEY, START
+from chameleon_ft.errors import ConfigError
 from chameleon_ft.job import BoundarySpec, Job, is_stream
 from chameleon_ft.keys import generator_lock
 from chameleon_ft.models.build import blank_layer, initial_layer, seed_forward
@@ -32,6 +34,7 @@ from chameleon_ft.models.optimizer import ModelOptimizer
 from chameleon_ft.models.precision import cast_layer
 from chameleon_ft.models.recomputation import selective_recomputation
 from chameleon_ft.plan import LayerRange
+from chameleon_ft.side_outputs import AUXILIARY, SideOutputs
 from chameleon_ft.worker.execution.bad_steps import noting
 from chameleon_ft.worker.execution.optimizer import LayerOptimizer, Range
 
@@ -42,6 +45,28 @@ LayerState = dict[str, Any]
 """
 
 
+@dataclass(slots=True, eq=False)
+class StepSum:
+    """Numbers of a layer that are summed over micro-batches and holders, in the way of a parameter's gradient.
+
+    Attributes:
+        grad: The sum; None if what is added does not count.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    grad: Tensor | None = None
+
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    def add(self, values: Tensor) -> None:
+        """Add those of a micro-batch."""
+        if self.grad is not None:
+            self.grad.add_(values)
+
+
 @dataclass(frozen=True, slots=True)
 class HeldLayer:
     """A layer on a device.
@@ -49,11 +74,15 @@ class HeldLayer:
     Attributes:
         masters: by name, of parameters that have one in the layer.
         divided: names of parameters whose masters are divided among the owners of slices.
+        side_names: Of what the layer gives beside its output; see `SideOutputs.names`.
+        side: The sums of that over the step; None if there is nothing.
     """
 
     module: nn.Module
     masters: Mapping[str, nn.Parameter]
     divided: frozenset[str] = frozenset()
+    side_names: Sequence[str] = ()
+    side: StepSum | None = None
 
     @classmethod
     def initial(cls, job: Job, layer: int, *, seed: int, device: torch.device) -> Self:
@@ -72,7 +101,10 @@ class HeldLayer:
     @classmethod
     def _of(cls, job: Job, layer: int, module: nn.Module, device: torch.device) -> Self:
         module = module.to(device).train()
-        return cls(module, cast_layer(module, job.precision, is_first=layer == 0))
+        names = job.side_outputs[layer] if job.side_outputs else ()
+        side = StepSum(torch.Size((2 * len(names),)), torch.float32, device) if names else None
+        masters = cast_layer(module, job.precision, is_first=layer == 0)
+        return cls(module, masters, side_names=names, side=side)
 
     def divide(self, tied: Collection[str]) -> Self:
         """Return the layer without its masters, except those of tied parameters, which every holder keeps."""
@@ -230,6 +262,43 @@ class HeldLayers:
             if layer < len(self._checked):
                 self._checked[layer].require(boundary, layer=layer)
         return boundary
+
+    def side_sums(self, layer: int, side: SideOutputs, terms: Callable[[], float]) -> Callable[[], None] | None:
+        """Return what adds the outputs of a micro-batch to the sums over the step; None if there are none.
+
+        Args:
+            side: of a forward of the layer.
+            terms: Returns the loss terms of the micro-batch.
+
+        Raises:
+            ConfigError: they include an auxiliary loss, of which nothing was known before the run.
+        """
+        own = self._layers[layer]
+        if side.losses and AUXILIARY not in own.side_names:
+            raise ConfigError(
+                f"layer {layer} ({type(own.module).__name__}) has an auxiliary loss, which it had not for the first "
+                "micro-batch, before the run; call auxiliary_loss in each forward, with 0.0 where there is none"
+            )
+        if own.side is None:
+            return None
+        sums = side.sums(own.side_names, terms() if side.has_own_terms else 0.0, self._device)
+        return partial(own.side.add, sums)
+
+    def sums(self, layers: Iterable[int]) -> list[StepSum]:
+        """The sums over the step of what `layers` give beside their output, in order."""
+        return [own.side for own in map(self._layers.__getitem__, layers) if own.side is not None]
+
+    def side_totals(self, layers: Iterable[int]) -> dict[str, tuple[float, float]]:
+        """The numbers in `sums`, added up by name: sums, and those of their weights."""
+        found: dict[str, tuple[float, float]] = {}
+        for own in map(self._layers.__getitem__, layers):
+            if own.side is None or own.side.grad is None:
+                continue
+            numbers = own.side.grad.tolist()
+            for name, *both in zip(own.side_names, numbers[::2], numbers[1::2], strict=True):
+                total, weight = found.get(name, (0.0, 0.0))
+                found[name] = total + both[0], weight + both[1]
+        return found
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -255,7 +255,7 @@ class Hop:
         # The graph of I stays until W, as that of a layer does which other layers of its hop follow.
         graph = None if self.is_last else output.view_as(output)
         yield
-        outgoing, weight_half = input_gradient(output, gradient, boundary, self._held.parameters(self.layers))
+        outgoing, weight_half = input_gradient([(output, gradient)], boundary, self._held.parameters(self.layers))
         del boundary, output, gradient
         yield
         weight_half()
