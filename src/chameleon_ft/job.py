@@ -207,8 +207,9 @@ class Job:
             counted in groups, on the optimizer or in its hooks, as by torch's schedulers, are saved and move with the
             layers.
         elementwise: True if the optimizer updates each element of a parameter from the element's own gradient and
-            state alone, so that the holders of a layer can divide the update. None: that is known of most of torch's
-            own (SGD, Adam, AdamW and others), and not assumed of any other.
+            state alone, so that the holders of a layer can divide the update of a parameter; otherwise they divide
+            whole parameters. None: that is known of most of torch's own (SGD, Adam, AdamW and others), also of those
+            in `chameleon_ft.optim.combined`, and not assumed of any other.
         learning_rate: step (from 0) -> rate of the update of that step. It replaces the optimizer's default rate, or if
             no group has that, the largest rate of a group; groups keep their ratio to it, as by torch's LambdaLR. None
             leaves the rates to `schedule`, or to the optimizer.

@@ -11,12 +11,10 @@ import torch
 from torch import nn
 
 from chameleon_ft.config import Parallel, RunConfig
-from chameleon_ft.errors import ConfigError
 from chameleon_ft.job import Job
 from chameleon_ft.models.optimizer import undivided_optimizer
-from chameleon_ft.optim import adamw
+from chameleon_ft.optim import adamw, combined
 from chameleon_ft.worker.inspection import inspect_job
-from tests.golden import refused
 
 OWN_JOB = """
 from functools import partial
@@ -59,6 +57,8 @@ def job(optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer], el
         (torch.optim.Adafactor, "Adafactor"),
         (partial(torch.optim.Muon, lr=0.1), "Muon"),
         (Mine, "Mine"),
+        (lambda own: combined(own, {"0.*": torch.optim.Muon}), "Muon"),
+        (lambda own: combined(own, {"0.*": torch.optim.SGD}), ""),
     ],
 )
 def test_only_what_is_known_to_be_elementwise_is_divided(
@@ -84,9 +84,9 @@ def test_a_run_that_may_choose_keeps_such_an_optimizer_whole(tmp_path: Path) -> 
     assert (config.owners, info.undivided, info.settled(config).owners) == (2, "Mine", None)
 
 
-def test_to_divide_it_is_refused_with_a_remedy(tmp_path: Path) -> None:
-    with refused(ConfigError):
-        inspect_job(config_of(tmp_path, Parallel(optimizer_redundancy=2)))
+def test_a_run_that_is_told_to_divides_it_by_whole_parameters(tmp_path: Path) -> None:
+    config = config_of(tmp_path, Parallel(optimizer_redundancy=2))
+    assert inspect_job(config).settled(config).owners == 2
 
 
 def test_what_the_job_declares_is_divided(tmp_path: Path) -> None:

@@ -178,6 +178,19 @@ def by_its_names(own: ModelParameters) -> torch.optim.Optimizer:
     return ByItsNames(own.named_parameters(), lr=0.1)
 
 
+class OfFlatState(torch.optim.SGD):
+    """Keeps as many numbers as a parameter has, in another shape, and scales the update by the parameter's norm."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                mean = state.setdefault("mean", torch.zeros(parameter.numel()).view(1, -1))
+                mean.lerp_(parameter.grad.view(1, -1), 0.5)
+                parameter -= group["lr"] * parameter.norm() * mean.view_as(parameter)
+
+
 def muon_and_others(own: ModelParameters) -> torch.optim.Optimizer:
     return combined(
         own,
@@ -211,8 +224,8 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "by its names": by_its_names,
     "Muon and others": muon_and_others,
     "Adafactor": torch.optim.Adafactor,
+    "of a flat state": partial(OfFlatState, lr=0.1),
 }
-ELEMENTWISE = [name for name in OPTIMIZERS if name not in ("Adafactor", "Muon and others")]
 
 
 def own_job(name: str) -> Job:
@@ -280,7 +293,7 @@ def test_workers_with_some_layers_and_one_that_joins_train_as_plain_torch(name: 
         assert_trained(each, expected)
 
 
-@pytest.mark.parametrize("name", ELEMENTWISE)
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_slices_are_updated_as_plain_torch_updates_whole_parameters(name: str) -> None:
     job, owned, workers = own_job(name), sharding(3, 2), 3
     held = [HeldLayers(job, WHOLE, seed=SEED, device=CPU, owned=owned.owned_by(worker)) for worker in range(workers)]

@@ -159,7 +159,8 @@ class DecisionTasks:
         if optimizer := self._planner.undivided:
             message = (
                 f"every holder of a layer keeps all of it: {optimizer} is not known to update each element of a "
-                "parameter by itself; a job says that its optimizer does by Job(elementwise=True)"
+                "parameter by itself; to share it by whole parameters, set parallel.optimizer_redundancy to a number "
+                "of owners; a job says that its optimizer updates elements by themselves by Job(elementwise=True)"
             )
             self._recorder.record(kinds.OptimizerUndivided(optimizer=optimizer, message=message))
         for hint in self._planner.hints:

@@ -32,7 +32,7 @@ from chameleon_ft.job import Job, ModelParameters
 from chameleon_ft.keys import generator_lock
 from chameleon_ft.models.build import build_on_meta, measure_layers, tensor_bytes
 from chameleon_ft.models.precision import parameter_like
-from chameleon_ft.optim import rate_shares
+from chameleon_ft.optim import Combined, rate_shares
 
 _SCALARS: Final = (type(None), bool, int, float, complex, str, bytes, torch.dtype)
 _OPAQUE: Final = (*_SCALARS, Tensor, nn.Module, type, ModuleType, torch.device, torch.Generator)
@@ -269,6 +269,7 @@ class ModelOptimizer:
             {key: value for key, value in group.items() if key not in (_PARAMS, _NAMES)}
             for group in self.torch.param_groups
         ]
+        self._classes = _classes_of_groups(self.torch)
         self._has_initial_state = len(self.torch.state) > 0
         self._groups = {id(each): group for group in self.torch.param_groups for each in group["params"]}
         given = {id(each) for each in self.parameters.values()}
@@ -287,6 +288,18 @@ class ModelOptimizer:
     def group_of(self, place: Place) -> dict[str, Any] | None:
         """Return the group of a parameter; None if the factory left it out, so that it is not updated."""
         return self._groups.get(id(self.parameters[place]))
+
+    def kind_of(self, place: Place) -> type[torch.optim.Optimizer]:
+        """Return the class that updates a parameter: of several that are combined, that of its group."""
+        return self._classes.get(id(self.group_of(place)), type(self.torch))
+
+    def is_elementwise(self, place: Place) -> bool:
+        """Return whether each element of a parameter is updated by itself, so that slices of it may be.
+
+        The job says so, or if it does not, the class that updates the parameter.
+        """
+        said = self._job.elementwise
+        return self.kind_of(place) in _ELEMENTWISE if said is None else said
 
     def hold(self, parts: Iterable[tuple[Place, nn.Parameter]]) -> None:
         """Update these parts from now on, each a parameter or a slice of it, without any state but an initial one."""
@@ -364,6 +377,13 @@ class ModelOptimizer:
                 f"`optimizer` returned {type(optimizer).__name__}: it returns a torch.optim.Optimizer of the parameters"
             )
         return optimizer
+
+
+def _classes_of_groups(optimizer: torch.optim.Optimizer) -> dict[int, type[torch.optim.Optimizer]]:
+    """Return the classes that update the groups of an optimizer, by the ids of the groups."""
+    if isinstance(optimizer, Combined):
+        return {key: kind for each in optimizer.optimizers for key, kind in _classes_of_groups(each).items()}
+    return {id(group): type(optimizer) for group in optimizer.param_groups}
 
 
 def _parameters_of(job: Job) -> dict[Place, nn.Parameter]:
@@ -455,11 +475,10 @@ _ELEMENTWISE: Final = frozenset(
 
 
 def undivided_optimizer(job: Job) -> str:
-    """Return the name of the job's optimizer, unless its state can be divided; then it is empty.
+    """Return the name of an optimizer that may update elements together, as `ModelOptimizer.is_elementwise` says.
 
-    The job says whether it can, or if it does not, the optimizer's class. Raises ConfigError as `ModelOptimizer`.
+    Empty if there is none. Raises ConfigError as `ModelOptimizer`.
     """
-    if job.elementwise:
-        return ""
-    kind = type(ModelOptimizer(job).torch)
-    return "" if kind in _ELEMENTWISE and job.elementwise is None else kind.__name__
+    model = ModelOptimizer(job)
+    kinds = {model.kind_of(place) for place in model.parameters if not model.is_elementwise(place)}
+    return " and ".join(sorted(kind.__name__ for kind in kinds))

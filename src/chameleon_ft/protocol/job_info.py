@@ -48,7 +48,7 @@ class JobInfo:
         int, ...
     ]  # bytes that move with each layer: updated tensors, persistent buffers, optimizer state
     tied: tuple[TiedParameters, ...] = ()  # parameters that layers share
-    undivided: str = ""  # name of the optimizer, if holders of a layer cannot share its state; otherwise empty
+    undivided: str = ""  # name of the optimizer, if holders can share its state by whole parameters only
     hints: tuple[str, ...] = ()  # what seems wrong with the job, and does not prevent a run
     has_evaluation: bool = False  # whether it has samples to evaluate
     built_in_full: tuple[int, ...] = ()  # layers that are initialised even if a state is loaded into them
@@ -90,7 +90,7 @@ class JobInfo:
 
     def settled(self, config: RunConfig) -> RunConfig:
         """Return the configuration with the redundancy of the optimizer's state that a run of this job has."""
-        if not self.undivided or config.owners is None:
+        if not self.undivided or config.parallel.optimizer_redundancy != "auto" or config.owners is None:
             return config
         parallel = config.parallel.model_copy(update={"optimizer_redundancy": "all"})
         return config.model_copy(update={"parallel": parallel})

@@ -101,7 +101,7 @@ def _inspect_job(config: RunConfig) -> JobInfo:
             f"job {config.job}: `dataset` is a stream, and its samples are sent only over gloo so far; set "
             'backend = "gloo", or give a map-style dataset'
         )
-    undivided = _undivided(job, config)
+    undivided = undivided_optimizer(job)
     samples = SampleReads(job, config.seed)
     # A coordinator's host may lack the device of the workers.
     run_on = torch.device("meta") if missing_device(config) else claim_device(config)
@@ -174,17 +174,3 @@ def load_examined(config: RunConfig, facts: Mapping[str, Fact]) -> Job:
         return job
     SampleReads(job, config.seed, most=1).require(facts)
     return job
-
-
-def _undivided(job: Job, config: RunConfig) -> str:
-    """Return the name of an optimizer whose state holders cannot share. Raises ConfigError if they are told to."""
-    with users_errors(config):
-        name = undivided_optimizer(job)
-    redundancy = config.parallel.optimizer_redundancy
-    if name and isinstance(redundancy, int):
-        raise ConfigError(
-            f"parallel.optimizer_redundancy = {redundancy}: {name} is not known to update each element of a parameter "
-            'by itself, as workers do that share its state; leave it out, set it to "all", or if the optimizer does, '
-            "say so by Job(elementwise=True)"
-        )
-    return name

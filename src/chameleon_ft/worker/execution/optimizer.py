@@ -1,7 +1,8 @@
 """The optimizer of a rank: over the parameters of its layers, or over the slices of them that it owns.
 
 A slice of a parameter has as many dimensions, of which all but the last are 1. So an optimizer that treats matrices and
-vectors differently does so with their slices. It is a view of the parameter, which is updated in place; or, if the
+vectors differently does so with their slices. A parameter whose elements are not updated by themselves, as by Muon, is
+in one slice as a whole. A slice is a view of the parameter, which is updated in place; or, if the
 parameter is rounded from a master, a slice of the master, which only owners have. The parameters of a layer are one
 vector, which is divided into slices.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Self
 
@@ -36,10 +37,15 @@ Trained = Mapping[str, nn.Parameter]
 
 
 class ParameterVector:
-    """The trained parameters of a layer, one after the other, without those that are shared with other layers."""
+    """The trained parameters of a layer, one after the other, without those that are shared with other layers.
 
-    def __init__(self, parameters: Trained) -> None:
+    Args:
+        undivided: names of parameters of which no part is updated by itself, and which are therefore in one slice.
+    """
+
+    def __init__(self, parameters: Trained, undivided: Collection[str] = ()) -> None:
         self._parameters = parameters
+        self._undivided = undivided
         self._size = sum(p.numel() for p in parameters.values())
 
     def pieces(self, units: Range) -> Iterator[tuple[str, int, int]]:
@@ -60,12 +66,15 @@ class ParameterVector:
         return [self._parameters[name].detach().view(-1)[start:stop] for name, start, stop in self.pieces(units)]
 
     def _cut(self, unit: int) -> int:
-        """Return the element at which a unit begins: aligned in its parameter."""
+        """Return the element at which a unit begins: aligned in its parameter, or an end of an undivided one."""
         element, begin = self._size * unit // UNITS, 0
-        for parameter in self._parameters.values():
-            if element < begin + parameter.numel():
+        for name, parameter in self._parameters.items():
+            end = begin + parameter.numel()
+            if element < end:
+                if name in self._undivided:
+                    return begin if element - begin <= end - element else end
                 return element - (element - begin) % _ALIGNMENT
-            begin += parameter.numel()
+            begin = end
         return begin
 
 
@@ -222,13 +231,14 @@ class LayerOptimizer:
         self._model.hold(((part.layer, part.name), part.own) for part in parts)
         for part in parts:
             if found := _assembled(states.get((part.layer, part.name), ()), part.start, part.stop):
-                state[part.own] = _shaped(found, part)
+                state[part.own] = self._shaped(found, part)
         self._updating = _Updating(parts, state)
 
     def vector_of(self, layer: int, updated: Trained) -> ParameterVector:
         """Return the parameters of a layer that are updated by slices."""
         tied = self._job.tied_in(layer)
-        return ParameterVector({name: parameter for name, parameter in updated.items() if name not in tied})
+        undivided = {name for name in updated if not self._model.is_elementwise((layer, name))}
+        return ParameterVector({name: each for name, each in updated.items() if name not in tied}, undivided)
 
     def slices_of_masters(self, layer: int, updated: Trained, masters: Mapping[str, Tensor]) -> dict[str, Any]:
         """Return copies of what the rank owns of the masters of a layer, by the keys that `state_of_slice` gives."""
@@ -294,7 +304,7 @@ class LayerOptimizer:
             if found:
                 self._model.torch.state[part.own] = {
                     key: value.to(self._device_of(key, part)) if isinstance(value, Tensor) else value
-                    for key, value in _shaped(found, part).items()
+                    for key, value in self._shaped(found, part).items()
                 }
 
     def _parts_of(
@@ -311,6 +321,16 @@ class LayerOptimizer:
                     yield _Part.of(layer, name, updated[name], start, stop, kept.get(_MASTER))
         for name in sorted(names, key=list(updated).index):
             yield _Part.of(layer, name, updated[name], 0, updated[name].numel())
+
+    def _shaped(self, state: Mapping[str, Any], part: _Part) -> dict[str, Any]:
+        """Give values of elements the shape of a part, which owns their memory; others stay as they are."""
+        is_elementwise = self._model.is_elementwise((part.layer, part.name))
+        return {
+            key: value.view(part.own.shape)
+            if is_elementwise and isinstance(value, Tensor) and value.ndim > 0 and value.numel() == part.own.numel()
+            else value
+            for key, value in state.items()
+        }
 
     def _device_of(self, key: str, part: _Part) -> torch.device:
         """Return where torch keeps a value: the counter "step" on the CPU, unless the update is fused or capturable."""
@@ -404,13 +424,3 @@ def _key(name: str, start: int, stop: int, key: str) -> str:
 def _is_rounded(parameter: nn.Parameter) -> bool:
     """Return whether a tensor that is to be updated is a parameter that is rounded from a master."""
     return parameter.grad_dtype not in (None, parameter.dtype)
-
-
-def _shaped(state: Mapping[str, Any], part: _Part) -> dict[str, Any]:
-    """Give values of elements the shape of a part, which owns their memory."""
-    return {
-        key: value.view(part.own.shape)
-        if isinstance(value, Tensor) and value.ndim > 0 and value.numel() == part.own.numel()
-        else value
-        for key, value in state.items()
-    }
