@@ -12,9 +12,12 @@ import pytest
 
 from chameleon_ft.errors import CheckpointError, DamagedCheckpointError
 from chameleon_ft.storage.checkpoints import (
+    best_checkpoint,
     complete_checkpoints,
     mark_complete,
     mark_damaged,
+    named_step,
+    note_evaluation,
     pin_checkpoint,
     pinned_checkpoints,
     prune_checkpoints,
@@ -176,3 +179,23 @@ def test_superseded_checkpoints_are_not_read_and_come_back_if_nothing_was_traine
     mark_complete(tmp_path, 6, model="a model", num_layers=0)
     assert supersede_checkpoints(tmp_path, after=6) == ()
     assert complete_checkpoints(tmp_path) == [2, 4, 6]
+
+
+def test_the_best_checkpoint_stays_and_is_that_of_the_checkpoints_that_there_are(tmp_path: Path) -> None:
+    losses = {2: 3.0, 4: 1.0, 6: 1.0, 8: 2.0, 10: 4.0}
+    with pytest.raises(CheckpointError):
+        named_step(tmp_path, "best", criterion="")
+    for step, loss in losses.items():
+        write_checkpoints(tmp_path, step)
+        note_evaluation(tmp_path, step, {"loss": loss, "accuracy": -loss})
+    for criterion, best in (("", 4), ("loss", 4), ("min loss", 4), ("max loss", 10), ("max accuracy", 4)):
+        assert named_step(tmp_path, "best", criterion=criterion) == best
+    assert best_checkpoint(tmp_path, "recall") is None
+    assert prune_checkpoints(tmp_path, keep=1, best="loss") == {2, 6, 8}
+    # After a return to step 4, a later checkpoint is written again.
+    assert supersede_checkpoints(tmp_path, after=4) == (10,)
+    note_evaluation(tmp_path, 4, {"loss": 9.0})
+    mark_complete(tmp_path, 10, model="a model", num_layers=0)
+    assert best_checkpoint(tmp_path, "loss") == 4, "the state of step 10 is another, which was not evaluated"
+    note_evaluation(tmp_path, 10, {"loss": 8.0})
+    assert best_checkpoint(tmp_path, "loss") == 10

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from chameleon_ft import load_checkpoint
 from chameleon_ft.config import Batch, Checkpoint, Evaluation, Parallel, RunConfig
 from chameleon_ft.data import read_sample
 from chameleon_ft.errors import ConfigError
@@ -17,6 +18,7 @@ from chameleon_ft.events.records import Evaluation as Evaluated
 from chameleon_ft.job import Job, load_job
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
 from chameleon_ft.schedule import OperationKind, best_program, forwards_of
+from chameleon_ft.storage.checkpoints import named_step
 from chameleon_ft.storage.stores import checkpoint_storage
 from chameleon_ft.verify import stored_weights
 from chameleon_ft.worker.execution.evaluation import EvaluationBatches
@@ -145,12 +147,19 @@ def test_evaluations_are_those_of_a_plain_loop_and_training_does_not_depend_on_t
         assert event.samples == 17
         assert event.terms == pytest.approx(terms)
         assert event.perplexity == pytest.approx(math.exp(loss), rel=1e-5)
+    until["checkpoint"] = Checkpoint(every=0, keep=1, keep_best="max accuracy")
     evaluated = train_here(config_of(tmp_path / "three", evaluation=Evaluation(every=1), **until), tmp_path / "three")
     assert [each.loss for each in without.run.steps()] == [each.loss for each in evaluated.run.steps()]
     assert sorted(evaluations(evaluated)) == [0, 1, 2, 3]
     storages = [checkpoint_storage(each.run.config(), each.run) for each in (without, evaluated)]
     one, other = (stored_weights(storage, 4) for storage in storages)
     assert all(torch.equal(one[name], other[name]) for name in one)
+    # One is left out where that before it is still being written.
+    written = [event["step"] for event in evaluated.events("checkpoint")]
+    accuracy_of = {step: evaluations(evaluated)[step - 1].metrics["accuracy"] or 0.0 for step in written}
+    best = max(sorted(accuracy_of), key=lambda step: accuracy_of[step])
+    assert named_step(storages[1], "best", criterion="max accuracy") == best
+    assert load_checkpoint(evaluated.run.path, "best").keys() == one.keys()
 
 
 @pytest.mark.parametrize("samples", range(1, 14))
@@ -215,6 +224,7 @@ def test_a_job_with_a_wrong_evaluation_is_refused(changes: dict[str, Any]) -> No
 @pytest.mark.parametrize(
     ("change", "by"),
     [
+        ('"accuracy"', '"precision"'),
         ("evaluation=Tokens(17, 3)", "evaluation=[(torch.ones(4, 7), torch.ones(4))]"),
         ('accuracy": right', 'accuracy": lambda output, targets: output'),
         ('        evaluation=Tokens(17, 3),\n        metrics={"accuracy": right},\n', ""),
@@ -224,6 +234,7 @@ def test_what_cannot_be_evaluated_is_refused_before_the_run(tmp_path: Path, chan
     config = config_of(tmp_path / "run")
     job = Path(config.job)
     assert change in JOB
+    config = config.model_copy(update={"checkpoint": Checkpoint(keep_best="max accuracy")})
     job.write_text(JOB.replace(change, by))
     with pytest.raises(ConfigError):
         inspect_job(config)

@@ -40,7 +40,7 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 from chameleon_ft.config import RunConfig, TrainConfig
 from chameleon_ft.config.sections import OrInstalled
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.session.configuration import RunRequest
+from chameleon_ft.session.configuration import NamedStep, RunRequest
 from chameleon_ft.storage.files import RunDirectory
 
 if TYPE_CHECKING:
@@ -226,12 +226,25 @@ class StartArguments:
     ] = None
     fork: bool = False
     """With --resume: continue in the new directory of --output-dir, maybe with another batch or optimizer."""
-    from_step: int | None = None
-    """With --resume: begin with the checkpoint of this step instead of the newest; later steps are trained again."""
+    from_step: Annotated[
+        str | None,
+        "STEP|best",
+        Doc(
+            "With --resume: begin with the checkpoint of this step, or with the best one, instead of the newest; later "
+            "steps are trained again."
+        ),
+    ] = None
 
     def request(self, flags: Mapping[str, Any]) -> RunRequest:
         """Return the run that is asked for."""
-        return RunRequest(file=self.config, changes=flags, resume=self.resume, fork=self.fork, from_step=self.from_step)
+        step: NamedStep = None
+        if self.from_step == "best":
+            step = "best"
+        elif self.from_step is not None:
+            if not self.from_step.isdecimal():
+                raise ConfigError(f"--from-step {self.from_step}: should be the step of a checkpoint, or best")
+            step = int(self.from_step)
+        return RunRequest(file=self.config, changes=flags, resume=self.resume, fork=self.fork, from_step=step)
 
 
 def parse_start(

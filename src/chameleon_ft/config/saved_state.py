@@ -34,6 +34,12 @@ class Checkpoint(Section):
     keep_every: int = Field(
         default=0, ge=0, description="Keep all complete checkpoints whose step this number divides; 0: none for that."
     )
+    keep_best: str = Field(
+        default="",
+        pattern=r"^((min |max )?[A-Za-z_][\w.-]*)?$",
+        description="Write a checkpoint with every evaluation, and keep the best one, too: loss, or a metric of the "
+        'job, such as "max accuracy"; by default the least is the best. Empty: neither.',
+    )
 
 
 class Store(Section):

@@ -327,6 +327,7 @@ class CommandRunner:
             job=job.record,
             keep=config.checkpoint.keep,
             keep_every=config.checkpoint.keep_every,
+            keep_best=config.checkpoint.keep_best,
             base=config.forked.step if config.forked.run else None,
             not_marked=self._on_not_marked,
             copy_records=record_copies(config, run),
@@ -395,9 +396,13 @@ class CommandRunner:
                 self.files.log_kill(worker)
             case commands.SaveEvidence(file=file, text=text):
                 self.files.save_evidence(file, text)
-            case commands.CompleteCheckpoint(step=checkpoint, agreed=agreed, slices=slices, seals=seals):
+            case commands.CompleteCheckpoint(
+                step=checkpoint, agreed=agreed, slices=slices, seals=seals, evaluation=found
+            ):
                 kept = agreed if self._config.health.check_every else None
-                self.checkpoints.complete(checkpoint, agreed=kept, slices=slices, seals=seals)
+                self.checkpoints.complete(checkpoint, agreed=kept, slices=slices, seals=seals, evaluation=found)
+            case commands.NoteEvaluation(step=checkpoint, values=values):
+                self.checkpoints.evaluated(checkpoint, values)
             case commands.DiscardCheckpoint(step=checkpoint, agreed=agreed):
                 self.checkpoints.discard(checkpoint, agreed=agreed if self._config.health.check_every else None)
             case commands.DistrustCheckpoints(after=agreed):

@@ -120,6 +120,16 @@ class CompleteCheckpoint(Command):
     # As in `CheckpointParts`; so are the seals.
     slices: frozenset[tuple[int, int, int]] = frozenset()
     seals: Mapping[str, str] = field(default_factory=lambda: FrozenMap({}))
+    # The results of its state, if it was evaluated before.
+    evaluation: Mapping[str, float] = field(default_factory=lambda: FrozenMap({}))
+
+
+@dataclass(frozen=True, slots=True)
+class NoteEvaluation(Command):
+    """Keep the results of an evaluation with the checkpoint that resumes at `step`, if that is complete already."""
+
+    step: int
+    values: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ from chameleon_ft.storage.checkpoints import (
     is_complete,
     mark_complete,
     mark_damaged,
+    note_evaluation,
     prune_checkpoints,
     require_sound,
 )
@@ -80,6 +81,7 @@ class RunCheckpoints:
         job: kept with each checkpoint.
         keep: complete checkpoints to keep.
         keep_every: those whose step this number divides stay, too; 0: none for that.
+        keep_best: the criterion of the best one, which stays, too; empty: none for that.
         base: step of the one that the run was forked from, which stays, too.
         not_marked: called in the thread of the queue if a checkpoint cannot be marked, with the reason.
         copy_records: called in that thread before a checkpoint is marked: it copies the records to where that is.
@@ -98,6 +100,7 @@ class RunCheckpoints:
         num_layers: int,
         keep: int,
         keep_every: int = 0,
+        keep_best: str = "",
         base: int | None,
         job: JobRecord | None = None,
         not_marked: Callable[[int, str], None],
@@ -114,6 +117,7 @@ class RunCheckpoints:
         self._num_layers = num_layers
         self._keep = keep
         self._keep_every = keep_every
+        self._keep_best = keep_best
         self._base = base
         self._not_marked = not_marked
         self._copy_records = copy_records
@@ -158,8 +162,12 @@ class RunCheckpoints:
         agreed: int | None,
         slices: Collection[tuple[int, int, int]] = (),
         seals: Mapping[str, str] = MappingProxyType({}),
+        evaluation: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
-        """Mark a checkpoint as complete, then remove those that are not needed any more; see `prune_checkpoints`."""
+        """Mark a checkpoint as complete, then remove those that are not needed any more; see `prune_checkpoints`.
+
+        `evaluation`: the results of its state, if they are known.
+        """
 
         def mark() -> None:
             self._try_copy_records()
@@ -174,6 +182,10 @@ class RunCheckpoints:
                     seals=seals,
                     job=self._job,
                 )
+            if evaluation:
+                # Without it, the checkpoint is only not the best.
+                with contextlib.suppress(OSError):
+                    note_evaluation(self._storage, step, evaluation)
             self._complete = sorted({*self._complete, step})
             # It may take long, and records wait for this queue.
             if self._is_local:
@@ -186,6 +198,15 @@ class RunCheckpoints:
             self._not_marked(step, str(error))
 
         self._queue.submit(self._path, mark, failed=failed)
+
+    def evaluated(self, step: int, values: Mapping[str, float]) -> None:
+        """Keep the results of an evaluation with the checkpoint of its state, if that is complete already."""
+
+        def note() -> None:
+            if is_complete(self._storage, step):
+                note_evaluation(self._storage, step, values)
+
+        self._queue.submit(self._path, note, failed=lambda _: None)
 
     def discard(self, step: int, *, agreed: int | None) -> None:
         """Remove a checkpoint that is not complete, and those that are not needed any more."""
@@ -247,7 +268,12 @@ class RunCheckpoints:
         # The next checkpoint brings another attempt.
         with contextlib.suppress(OSError):
             removed = prune_checkpoints(
-                self._storage, keep=self._keep, every=self._keep_every, agreed=agreed, base=self._base
+                self._storage,
+                keep=self._keep,
+                every=self._keep_every,
+                best=self._keep_best,
+                agreed=agreed,
+                base=self._base,
             )
             self._complete = [step for step in self._complete if step not in removed]
 

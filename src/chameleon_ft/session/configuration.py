@@ -11,7 +11,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final, Literal, Self, TypeAlias
 
 from chameleon_ft.config import (
     LLAMA_JOB,
@@ -28,6 +28,8 @@ from chameleon_ft.protocol.address import address_of_host, tls_context
 from chameleon_ft.storage.plans import read_start_plan
 from chameleon_ft.storage.profiles import costs_of_run, profile_of_run
 
+NamedStep: TypeAlias = 'int | Literal["best"] | None'
+"""A checkpoint as a user names it; see `named_step` of `storage.checkpoints`."""
 CALLBACK: Final = "callback"
 """The kind of function that the setting `callbacks` names, which is also its name where a reference has none."""
 AUTO: Final = "auto"
@@ -45,7 +47,7 @@ class RunRequest:
         resume: Directory of the run to resume, or the URL of its store, instead of a configuration; `AUTO`: the run
             that the configuration names, if it has a checkpoint.
         fork: Continue from the state of that run in a new directory, maybe with another batch or optimizer.
-        from_step: Continue from the checkpoint of this step instead of the newest one.
+        from_step: Continue from the checkpoint of this step, or the best one, instead of the newest one.
         name: Name of a new run; by default that of the file.
     """
 
@@ -54,7 +56,7 @@ class RunRequest:
     changes: Mapping[str, Any] = field(default_factory=dict)
     resume: str | None = None
     fork: bool = False
-    from_step: int | None = None
+    from_step: NamedStep = None
     name: str | None = None
 
     @classmethod

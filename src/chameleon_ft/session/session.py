@@ -27,10 +27,10 @@ from chameleon_ft.events.records import Evaluation, FailureRecord, RunStatus, St
 from chameleon_ft.job_arguments import as_setting
 from chameleon_ft.report.follower import RunWatcher
 from chameleon_ft.report.view import RunReport
-from chameleon_ft.session.configuration import AUTO, RunRequest
+from chameleon_ft.session.configuration import AUTO, NamedStep, RunRequest
 from chameleon_ft.session.joining import WatchRequest
 from chameleon_ft.session.process import LAUNCHED, Launch, RunProcess
-from chameleon_ft.storage.checkpoints import require_complete, sound_checkpoint
+from chameleon_ft.storage.checkpoints import named_step, require_complete, sound_checkpoint
 from chameleon_ft.storage.files import RunDirectory
 from chameleon_ft.storage.stores import checkpoint_storage
 
@@ -69,7 +69,7 @@ class Session:
         resume: Directory or object store of a run to continue from its newest checkpoint. "auto": continue the run in
             `output_dir` if it has a checkpoint, and start it otherwise.
         fork: Continue the run of `resume` in the new directory `output_dir`.
-        from_step: Continue from the checkpoint of this step instead of the newest one.
+        from_step: Continue from the checkpoint of this step, or "best", instead of the newest one.
         address: None trains on this machine. "ray://HOST:PORT" or "ray://auto" trains on that Ray cluster, on a node of
             which this process runs. "HOST:PORT" follows a run that is live, by the address of its coordinator, as does
             the path of its directory. Such a run is followed from its first step, and goes on after the block.
@@ -93,7 +93,7 @@ class Session:
         *,
         resume: str | Path | None = None,
         fork: bool = False,
-        from_step: int | None = None,
+        from_step: NamedStep = None,
         address: str | None = None,
         token: str | None = None,
         tls: Path | None = None,
@@ -353,7 +353,7 @@ class Session:
         raise RunFailedError(f"the run has failed: {reason}; its output is in {run.logs}, its state in {run.path}")
 
 
-def load_checkpoint(run: str | Path, step: int | None = None) -> dict[str, Tensor]:
+def load_checkpoint(run: str | Path, step: NamedStep = None) -> dict[str, Tensor]:
     """Return all weights and buffers of a checkpoint, by the names of `nn.Sequential(*layers)`, such as "3.weight".
 
     Parameters are whole, also if their holders have kept slices of them. The weights of bf16 are the masters, in
@@ -361,7 +361,8 @@ def load_checkpoint(run: str | Path, step: int | None = None) -> dict[str, Tenso
 
     Args:
         run: The directory of the run, which may be live.
-        step: The step with which training would resume, as `chameleon status` names it; by default the newest.
+        step: The step with which training would resume, as `chameleon status` names it, or "best"; by default the
+            newest.
 
     Raises:
         CheckpointError: There is no such checkpoint, or it is damaged.
@@ -369,7 +370,9 @@ def load_checkpoint(run: str | Path, step: int | None = None) -> dict[str, Tenso
     from chameleon_ft.verify import stored_weights
 
     directory = RunDirectory.open(Path(run))
-    checkpoints = checkpoint_storage(directory.config(), directory)
+    config = directory.config()
+    checkpoints = checkpoint_storage(config, directory)
+    step = named_step(checkpoints, step, criterion=config.checkpoint.keep_best)
     if step is None and (step := sound_checkpoint(checkpoints)[0]) is None:
         raise CheckpointError(
             f"{directory.path}: there is no complete checkpoint; have one written while the run is live by `chameleon "

@@ -31,6 +31,7 @@ from chameleon_ft.protocol.address import split_address
 from chameleon_ft.session.callbacks import callbacks_beside
 from chameleon_ft.session.configuration import (
     AUTO,
+    NamedStep,
     RunRequest,
     check_address,
     check_inputs,
@@ -41,6 +42,7 @@ from chameleon_ft.session.configuration import (
 from chameleon_ft.storage.checkpoints import (
     complete_checkpoints,
     link_checkpoint,
+    named_step,
     pinned_checkpoints,
     require_complete,
     restore_checkpoints,
@@ -205,7 +207,7 @@ def _resumed_run(request: RunRequest, path: Path, lock: RunLock) -> PreparedRun:
         )
     directory = RunDirectory.open(path)
     lock.take(directory.path)
-    return _resumed(_recorded_config(request.changes, directory), directory, chosen=request.from_step)
+    return _resumed(_recorded_config(request.changes, directory), directory, named=request.from_step)
 
 
 def _fetched_run(request: RunRequest, url: str, lock: RunLock) -> PreparedRun:
@@ -221,7 +223,7 @@ def _fetched_run(request: RunRequest, url: str, lock: RunLock) -> PreparedRun:
     lock.take(out)
     directory = fetch_run(store, out)
     try:
-        return _resumed(_recorded_config(changes, directory), directory, chosen=request.from_step)
+        return _resumed(_recorded_config(changes, directory), directory, named=request.from_step)
     except ChameleonError:
         # With what the error says changed, the same command is to work.
         shutil.rmtree(directory.path)
@@ -249,7 +251,9 @@ def _forked_run(request: RunRequest, lock: RunLock) -> PreparedRun:
             f"--fork: store.url = {before.store.url} is the store of the run that is continued; give another by "
             "--store.url, or none by --store.url ''"
         )
-    step = newest_checkpoint(config, source, checkpoints=checkpoint_storage(before, source), chosen=request.from_step)
+    checkpoints = checkpoint_storage(before, source)
+    chosen = named_step(checkpoints, request.from_step, criterion=before.checkpoint.keep_best)
+    step = newest_checkpoint(config, source, checkpoints=checkpoints, chosen=chosen)
     fork = Forked(
         run=str(source.path),
         run_id=before.run_of(step),
@@ -266,7 +270,7 @@ def _forked_run(request: RunRequest, lock: RunLock) -> PreparedRun:
     lock.take(out)
     directory = RunDirectory.create(out, config)
     try:
-        link_checkpoint(checkpoint_storage(before, source), step, checkpoint_storage(config, directory))
+        link_checkpoint(checkpoints, step, checkpoint_storage(config, directory))
         config = directory.own(config)
         prepare_data_of(config)
     except (OSError, DamagedCheckpointError) as error:
@@ -289,9 +293,9 @@ def _recorded_config(changes: Mapping[str, Any], directory: RunDirectory) -> Run
 
 
 def _resumed(
-    config: RunConfig, directory: RunDirectory, *, may_be_done: bool = False, chosen: int | None = None
+    config: RunConfig, directory: RunDirectory, *, may_be_done: bool = False, named: NamedStep = None
 ) -> PreparedRun:
-    """Return a run that resumes with `config`, maybe from a chosen step.
+    """Return a run that resumes with `config`, maybe from a step that the user names.
 
     Raises ConfigError or CheckpointError if it cannot.
     """
@@ -310,6 +314,7 @@ def _resumed(
     checkpoints = checkpoint_storage(config, directory)
     if may_be_done and sound_checkpoint(checkpoints)[0] == config.steps:
         return PreparedRun(config, directory, resume=True, is_done=True, is_new=False)
+    chosen = named_step(checkpoints, named, criterion=config.checkpoint.keep_best)
     newest_checkpoint(config, directory, checkpoints=checkpoints, chosen=chosen)
     check_address(config.control)
     prepare_data_of(config, may_differ="data" in config.accept_changes)

@@ -112,6 +112,9 @@ _COMPLETE: Final = "complete.json"
 _DAMAGED: Final = "damaged.json"
 _PINNED: Final = "pinned.json"
 _SUPERSEDED: Final = "superseded.json"
+_EVALUATION: Final = "evaluation.json"
+BEST: Final = "best"
+"""Names the step of the best checkpoint."""
 _STEP: Final = "step-"
 _STEP_DIGITS: Final = 8
 
@@ -179,6 +182,7 @@ def _mark(storage: Storage, step: int, content: dict[str, Any]) -> None:
     # An earlier checkpoint of this step may have been damaged.
     storage.remove(f"{folder}/{_DAMAGED}")
     storage.remove(f"{folder}/{_SUPERSEDED}")
+    storage.remove(f"{folder}/{_EVALUATION}")
     # Last, because the checkpoint is complete from then on.
     storage.write(f"{folder}/{_COMPLETE}", sealed(content))
     storage.sync(folder, "")
@@ -206,6 +210,43 @@ def pinned_checkpoints(checkpoints: Path | Storage) -> list[int]:
     """Return the steps of the checkpoints that are pinned, ascending."""
     storage = storage_of(checkpoints)
     return [step for step in _steps(storage) if storage.exists(f"{_folder(step)}/{_PINNED}")]
+
+
+def note_evaluation(checkpoints: Path | Storage, step: int, values: Mapping[str, float]) -> None:
+    """Keep the results of an evaluation with the complete checkpoint of its state."""
+    storage_of(checkpoints).write(f"{_folder(step)}/{_EVALUATION}", sealed(dict(values)))
+
+
+def best_checkpoint(checkpoints: Path | Storage, criterion: str) -> int | None:
+    """Return the step of the best complete checkpoint, the earliest if several are; None if none was evaluated.
+
+    Args:
+        criterion: the name of a result of evaluations, maybe after "min" or "max"; see `checkpoint.keep_best`.
+    """
+    storage = storage_of(checkpoints)
+    direction, name = criterion.split() if " " in criterion else ("min", criterion)
+    found = dict[int, float]()
+    for step in complete_checkpoints(storage):
+        # One that cannot be read counts as not evaluated.
+        with contextlib.suppress(FileNotFoundError, DamagedCheckpointError, KeyError):
+            found[step] = unsealed(storage, f"{_folder(step)}/{_EVALUATION}")[name]
+    sign = -1 if direction == "max" else 1
+    return min(found, key=lambda step: (sign * found[step], step), default=None)
+
+
+def named_step(checkpoints: Path | Storage, named: int | str | None, *, criterion: str) -> int | None:
+    """Return the step of the checkpoint that a user names, which may be `BEST`; None names none.
+
+    Raises CheckpointError if none is the best.
+    """
+    if named != BEST:
+        return None if named is None else int(named)
+    if (step := best_checkpoint(checkpoints, criterion or "loss")) is None:
+        raise CheckpointError(
+            f"{storage_of(checkpoints).place()}: no complete checkpoint is of an evaluated state; set "
+            "checkpoint.keep_best, or name a step"
+        )
+    return step
 
 
 def require_complete(checkpoints: Path | Storage, step: int) -> None:
@@ -334,12 +375,19 @@ def _parts_of(mark: Mapping[str, Any], step: int) -> list[str]:
 
 
 def prune_checkpoints(
-    checkpoints: Path | Storage, *, keep: int, every: int = 0, agreed: int | None = None, base: int | None = None
+    checkpoints: Path | Storage,
+    *,
+    keep: int,
+    every: int = 0,
+    best: str = "",
+    agreed: int | None = None,
+    base: int | None = None,
 ) -> set[int]:
     """Remove all checkpoints, complete or not, that are older than the newest `keep` complete ones; return their steps.
 
     Args:
         every: complete ones whose step this number divides stay, too; 0: none for that.
+        best: the best one by this criterion stays, too; empty: none for that. See `best_checkpoint`.
         agreed: the newest complete one up to this step stays, too.
         base: The checkpoint of this step stays, too, as do those that are pinned.
     """
@@ -348,7 +396,14 @@ def prune_checkpoints(
     if len(complete) < keep:
         return set()
     known = None if agreed is None else max((step for step in complete if step <= agreed), default=None)
-    kept = {known, base, *pinned_checkpoints(storage), *(step for step in complete if every and step % every == 0)}
+    first = best_checkpoint(storage, best) if best else None
+    kept = {
+        known,
+        base,
+        first,
+        *pinned_checkpoints(storage),
+        *(step for step in complete if every and step % every == 0),
+    }
     old = {step for step in _steps(storage) if step < complete[-keep] and step not in kept}
     for step in sorted(old):
         # The mark first, so that no interrupted removal leaves an incomplete checkpoint that is marked complete.

@@ -14,7 +14,7 @@ from chameleon_ft.config import RunConfig, TrainConfig
 from chameleon_ft.errors import ChameleonError, ConfigError
 from chameleon_ft.events.evidence import place_of
 from chameleon_ft.host.fork_server import Terminated
-from chameleon_ft.job import Job, is_stream, load_job
+from chameleon_ft.job import RESERVED_METRICS, Job, is_stream, load_job
 from chameleon_ft.job_arguments import as_setting
 from chameleon_ft.job_record import Fact
 from chameleon_ft.models.build import gradient_bytes, layers_built_in_full, param_bytes, tied_bytes
@@ -133,6 +133,11 @@ def _inspect_job(config: RunConfig) -> JobInfo:
             f"evaluation.every = {config.evaluation.every}: the job has no samples to evaluate; give it `evaluation`, "
             "a dataset of held-out samples, or leave the setting out"
         )
+    if best := config.checkpoint.keep_best.rpartition(" ")[2]:
+        if job.evaluation is None:
+            raise ConfigError(f"checkpoint.keep_best = {best}: needs evaluations; give the job `evaluation`")
+        if best not in (known := (*RESERVED_METRICS, *job.metrics)):
+            raise ConfigError.unknown_name("checkpoint.keep_best", best, known)
     check_learning_rate(job)
     # Some time after they were read, or the clock might not have moved.
     samples.check()

@@ -306,7 +306,10 @@ class StepLoop:
     def _commit(self, computed: ComputedStep, *, start_s: float) -> Vote:
         """Commit and report the step that was just computed, and begin a checkpoint if one is due."""
         request, finish = self.client.checkpoint_request, self.client.finishing
-        checkpoint = self._checkpoint_is_due(request)
+        evaluate = self.evaluator is not None and self.evaluator.is_due(
+            self.committer.committed + 1, request=self.client.evaluation_request
+        )
+        checkpoint = self._checkpoint_is_due(request, evaluate=evaluate)
 
         def wishes() -> Wishes:
             switch = self.client.switch_to > self.generation.number
@@ -315,8 +318,7 @@ class StepLoop:
                 switch=switch,
                 checkpoint=checkpoint,
                 snapshot=self._snapshot_is_due(),
-                evaluate=self.evaluator is not None
-                and self.evaluator.is_due(self.committer.committed + 1, request=self.client.evaluation_request),
+                evaluate=evaluate,
             )
 
         stats = computed.stats
@@ -376,12 +378,17 @@ class StepLoop:
             self.committer.await_parameters()
             self.check.begin()
 
-    def _checkpoint_is_due(self, request: int) -> bool:
-        """Return whether a checkpoint is due after the present step. The last one is written when training ends."""
+    def _checkpoint_is_due(self, request: int, *, evaluate: bool) -> bool:
+        """Return whether a checkpoint is due after the present step. The last one is written when training ends.
+
+        `evaluate`: whether an evaluation is due.
+        """
         every, step = self.config.checkpoint.every, self.committer.committed + 1
         if step >= self.config.steps:
             return False
-        is_due = every != "auto" and every > 0 and step % every == 0
+        is_due = (every != "auto" and every > 0 and step % every == 0) or (
+            evaluate and bool(self.config.checkpoint.keep_best)
+        )
         return self.writer.votes_for(step, is_due=is_due, request=request)
 
     def _begin_checkpoint(self) -> None:

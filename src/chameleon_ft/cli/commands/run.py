@@ -45,10 +45,8 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError("JOB is missing: give the Python file or module with the function job()")
     request = given.request(flags)
     if given.script is not None:
-        request = RunRequest.of_job(
-            given.script, file=given.config, changes=flags, resume=given.resume, fork=given.fork
-        )
-        request = replace(request, from_step=given.from_step)
+        of_job = RunRequest.of_job(given.script, file=given.config, changes=flags, resume=given.resume, fork=given.fork)
+        request = replace(of_job, from_step=request.from_step)
     with page_beside(given.page) as shown:
         prepared = prepare_run(request)
         from chameleon_ft.launch.local import train

@@ -119,8 +119,15 @@ def saved(draft: Draft, part: messages.CheckpointSaved) -> None:
     events, complete = events.saved(part, num_layers=state.settings.num_layers, has_slices=has_slices)
     draft.state = replace(draft.state, checkpoints=events)
     if complete is not None:
-        agreed, slices, seals = state.health.agreed, complete.slices, complete.seals
-        draft.do(commands.CompleteCheckpoint(part.step, agreed=agreed, slices=slices, seals=seals))
+        draft.do(
+            commands.CompleteCheckpoint(
+                part.step,
+                agreed=state.health.agreed,
+                slices=complete.slices,
+                seals=complete.seals,
+                evaluation=state.evaluations.of(part.step),
+            )
+        )
         missed = state.checkpoints.missed
         text = f"that of step {part.step} is complete, after {counted(missed, 'checkpoint')} that could not be written"
         draft.record(

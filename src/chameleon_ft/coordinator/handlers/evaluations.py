@@ -10,6 +10,7 @@ import math
 from dataclasses import replace
 from typing import Final
 
+from chameleon_ft.coordinator import commands
 from chameleon_ft.coordinator.commands import Send
 from chameleon_ft.coordinator.detectors import base as signals
 from chameleon_ft.coordinator.handlers import incidents
@@ -79,10 +80,12 @@ def evaluated(draft: Draft, worker: Worker, message: messages.Evaluated) -> None
     if message.step + 1 != state.evaluations.pending:
         # Another worker has reported it, or its step is trained again.
         return
-    draft.state = replace(
-        state, evaluations=state.evaluations.ended(), outcomes=state.outcomes.evaluated(message.seconds)
-    )
-    draft.record(_evaluation(message))
+    result = _evaluation(message)
+    named = {"loss": result.loss, "perplexity": result.perplexity, **result.metrics}
+    evaluations = state.evaluations.ended({name: value for name, value in named.items() if value is not None})
+    draft.state = replace(state, evaluations=evaluations, outcomes=state.outcomes.evaluated(message.seconds))
+    draft.record(result)
+    draft.do(commands.NoteEvaluation(message.step + 1, evaluations.values))
 
 
 def _evaluation(message: messages.Evaluated) -> Evaluation:

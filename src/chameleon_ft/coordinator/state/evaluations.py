@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Self
+
+from chameleon_ft.plan.frozen_map import FrozenMap
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,19 +17,27 @@ class Evaluations:
         request: number of the newest request.
         is_wanted: whether a user has asked for an evaluation that is not complete.
         pending: steps trained when the evaluation began that is not complete; None if there is none.
+        newest: steps trained at the newest evaluation that is complete.
+        values: its results by name, those that are finite numbers.
     """
 
     request: int = 0
     is_wanted: bool = False
     pending: int | None = None
+    newest: int | None = None
+    values: Mapping[str, float] = FrozenMap({})
 
     def begun(self, committed: int) -> Self:
         """Note that all workers evaluate after so many steps."""
         return replace(self, pending=committed)
 
-    def ended(self) -> Self:
+    def ended(self, values: Mapping[str, float]) -> Self:
         """Note that the evaluation is complete."""
-        return replace(self, is_wanted=False, pending=None)
+        return replace(self, is_wanted=False, pending=None, newest=self.pending, values=FrozenMap(values))
+
+    def of(self, step: int) -> Mapping[str, float]:
+        """Return the results after so many steps, if they are the newest."""
+        return self.values if step == self.newest else FrozenMap({})
 
     def requested(self) -> Self:
         """Note another request."""
@@ -34,4 +45,5 @@ class Evaluations:
 
     def continued(self, first_step: int) -> Self:
         """Note that a generation begins: if with another state, steps are trained again before the evaluation."""
-        return self if self.pending == first_step else replace(self, pending=None)
+        after = self if self.newest is None or self.newest <= first_step else replace(self, newest=None)
+        return after if self.pending == first_step else replace(after, pending=None)
