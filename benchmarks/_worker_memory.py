@@ -130,7 +130,7 @@ class Alone:
             contributions=contributions,
             committed=0,
         )
-        micro_batches = MicroBatches(DatasetReads(self.job, self.batch, seed=_SEED), self.device)
+        micro_batches = MicroBatches(DatasetReads(self.job, self.batch, seed=_SEED), self.device, self.job)
         communicators = _NoPeers(len(members))
         executor = Executor(
             rank=rank,

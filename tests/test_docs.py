@@ -16,8 +16,9 @@ import torch
 
 from chameleon_ft.cli.main import COMMANDS, main
 from chameleon_ft.config import BACKENDS, DEVICES, RunConfig, config_type, parse_fields
-from chameleon_ft.models.checks import SampleReads, boundary_specs, check_loss
+from chameleon_ft.models.checks import boundary_specs, check_loss
 from chameleon_ft.models.optimizer_checks import check_learning_rate, check_optimizer
+from chameleon_ft.models.sample_checks import SampleReads
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -101,6 +101,14 @@ def is_stream(dataset: object) -> bool:
     return hasattr(dataset, "__iter__") and (not is_map_style or hasattr(dataset, "state_dict"))
 
 
+def sample_count(targets: Any) -> int:
+    """Return the number of samples of a micro-batch from its targets, a tensor or a tree of tensors."""
+    # Whoever has targets has loaded torch.
+    from torch.utils._pytree import tree_leaves
+
+    return len(tree_leaves(targets)[0])
+
+
 @dataclass(frozen=True, slots=True)
 class BoundarySpec:
     """The output tensor of a layer for one micro-batch: its shape, micro-batch dimension included, and element type.
@@ -186,16 +194,19 @@ class Job:
 
     Attributes:
         layers: a factory for each layer, first to last. Layer 0 gets the dataset's inputs, stacked: (micro-batch, ...).
+            If these are a dict of fields, every layer also gets the fields that its forward names as arguments.
         loss: (output of the last layer, stacked targets) -> the *sum* of the loss terms of the micro-batch, a scalar.
         loss_terms: stacked targets -> number of terms that `loss` sums, or the sum of their weights: any real number of
             0 or more. Their sum over the global batch divides the gradients, so that the loss trained on is the mean
             over all terms. A micro-batch without terms contributes nothing, and its loss is not computed. A step
             without terms is skipped. Default: one for each sample.
-        dataset: sample number -> (input, target), each a tensor of the same shape for every sample; or a `Stream` of
-            such pairs, which one worker reads for all. With `collate`, samples may be anything.
+        dataset: sample number -> (input, target), each a tensor of the same shape for every sample; or a dict of
+            tensors by the names of fields, with labels as the target; or a `Stream` of such samples, which one worker
+            reads for all. With `collate`, samples may be anything.
         collate: samples of a micro-batch -> (inputs, targets), each a tensor of one shape for every micro-batch; or a
-            dict of input_ids and labels, as the data collators of transformers return. What it draws from global
-            generators is seeded. None: samples are stacked, those that are no pairs by torch's `default_collate`.
+            dict of fields, such as input_ids, position_ids and labels, as the data collators of transformers return.
+            What it draws from global generators is seeded. None: samples are stacked, those that are no pairs of
+            tensors by torch's `default_collate`.
         evaluation: a map-style dataset of held-out samples, of the same shapes, on which the loss and the metrics are
             computed during training; see `[evaluation]` of the configuration. None: nothing is evaluated.
         metrics: by name, (output of the last layer, stacked targets) -> a *sum* over the micro-batch, like `loss`, such
@@ -224,6 +235,9 @@ class Job:
             export. None: all layers are initialised by their factories.
         boundaries: micro-batch size -> output of each layer, for a model whose layers cannot be run before training.
             None: found by running one micro-batch through the layers.
+        fields: the fields of a micro-batch that each layer's forward gets by keyword, whatever the worker; those of
+            layer 0 begin with the one that is its first argument. None: found before a run, by the names of the
+            arguments of each forward.
         precision: element type that the layers compute in; `load_job` sets that of the configuration.
         built_in_full: layers of which a worker initialises the parameters even if it then loads a state, because the
             factory computes more from them than the state; None: found whenever a worker builds such a layer. The
@@ -238,7 +252,7 @@ class Job:
 
     layers: Sequence[LayerFactory]
     loss: Loss
-    loss_terms: Callable[[torch.Tensor], SupportsFloat] = len
+    loss_terms: Callable[[Any], SupportsFloat] = sample_count
     dataset: Dataset | Any
     collate: Collate | None = None
     evaluation: Dataset | None = None
@@ -252,6 +266,7 @@ class Job:
     tied: Sequence[Sequence[tuple[int, str]]] = ()
     weights: Weights | None = None
     boundaries: Callable[[int], Sequence[BoundarySpec]] | None = None
+    fields: Sequence[Sequence[str]] | None = None
     precision: Precision = Precision()
     built_in_full: Collection[int] | None = None
     side_outputs: Sequence[Sequence[str]] = ()
@@ -282,6 +297,8 @@ class Job:
             raise ConfigError(f"`clip_norm` is {self.clip_norm}: it must be positive, or None for no clipping")
         if self.layer_costs is not None:
             object.__setattr__(self, "layer_costs", _checked_costs(self.layer_costs, len(self.layers)))
+        if self.fields and len(self.fields) != len(self.layers):
+            raise ConfigError(f"`fields` has {len(self.fields)} lists of names for {len(self.layers)} layers: give all")
         object.__setattr__(self, "tied", _checked_tied(self.tied, len(self.layers)))
         if self.weights is not None:
             _check_weights(self.weights, len(self.layers))
@@ -316,6 +333,12 @@ class Job:
         tensors = {**dict(module.named_parameters()), **module.state_dict(keep_vars=True)}
         named = ((self.stored_as(layer, name), tensor) for name, tensor in tensors.items())
         weights.read((stored, tensor) for stored, tensor in named if stored is not None and weights.is_read(stored))
+
+    def keywords(self, layer: int) -> Sequence[str]:
+        """Return the fields of a micro-batch that a layer gets by keyword."""
+        if not self.fields:
+            return ()
+        return self.fields[layer] if layer else self.fields[0][1:]
 
     @property
     def relative_costs(self) -> tuple[float, ...]:

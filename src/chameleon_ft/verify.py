@@ -8,10 +8,11 @@ that its factory was given. Under bf16 it keeps float32 masters, as hand-written
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, Final
@@ -397,6 +398,7 @@ class PlainLoop:
         if job.precision.is_lower:
             self._layers[0].register_forward_pre_hook(partial(_cast_inputs, torch.bfloat16), with_kwargs=True)
             for module in self._layers:
+                module.register_forward_pre_hook(_cast_fields, with_kwargs=True)
                 self._cast(module)
         self._parameters = list(nn.ModuleList(self._layers).parameters())
         self._updated = [self._masters.get(each, each) for each in self._parameters]
@@ -446,12 +448,12 @@ class PlainLoop:
             start = self._config.first_sample(step) + micro_batch * batch.micro_batch_size
             inputs, targets = self._samples.micro_batch(start, batch.micro_batch_size)
             own_terms = float(self._job.loss_terms(targets))
-            output, sides = self._forward(inputs, step, micro_batch)
+            output, sides = self._forward(inputs, targets, step, micro_batch)
             loss = auxiliary = sum((side.loss(own_terms) for side in sides), torch.zeros((), device=self._device))
             if own_terms:
                 if self._job.precision.is_lower and output.dtype in _FLOATS:
                     output = output.float()
-                loss = self._job.loss(output, targets.to(self._device)) + auxiliary
+                loss = self._job.loss(output, self._on_device(targets)) + auxiliary
                 samples += batch.micro_batch_size
             if loss.requires_grad:
                 loss.backward()
@@ -498,15 +500,35 @@ class PlainLoop:
         for group, own in zip(self._optimizer.param_groups, options, strict=True):
             group.update(own)
 
-    def _forward(self, inputs: torch.Tensor, step: int, micro_batch: int) -> tuple[torch.Tensor, list[SideOutputs]]:
+    def _forward(
+        self, inputs: Any, targets: Any, step: int, micro_batch: int
+    ) -> tuple[torch.Tensor, list[SideOutputs]]:
         """(micro-batch, ...) -> output of the last layer for it, and what each layer gives beside its output."""
-        hidden, sides = inputs.to(self._device), list[SideOutputs]()
+        hidden, sides = self._on_device(inputs), list[SideOutputs]()
+        fields = {**hidden, "labels": self._on_device(targets)} if isinstance(hidden, dict) else {}
         for number, layer in enumerate(self._layers):
             torch.manual_seed(step_key(self._config.seed, step=step, micro_batch=micro_batch, layer=number))
+            first, *others = self._fields_of(number, layer, fields)
             with collecting() as side:
-                hidden = layer(hidden)
+                hidden = layer(fields[first] if first else hidden, **{name: fields[name] for name in others})
             sides.append(side)
         return hidden, sides
+
+    def _fields_of(self, number: int, layer: nn.Module, fields: Mapping[str, Any]) -> Sequence[str]:
+        """Return the fields of a micro-batch that a layer gets, the one by position first; that is empty after 0."""
+        if not fields:
+            return [""]
+        if self._job.fields:
+            return ["", *self._job.fields[number]][number == 0 :]
+        first, *others = inspect.signature(getattr(layer, "_orig_mod", layer).forward).parameters
+        named = [name for name in others if name in fields]
+        if number:
+            return ["", *named]
+        only = [name for name in fields if name not in (*named, "labels", "attention_mask")]
+        return [first if first in fields else "input_ids" if "input_ids" in only else only[0], *named]
+
+    def _on_device(self, tree: Any) -> Any:
+        return tree_map(lambda tensor: tensor.to(self._device), tree)
 
     def _cast(self, layer: nn.Module) -> None:
         """Have a layer compute in bfloat16, but for the modules that the job keeps, with masters of its parameters."""
@@ -553,6 +575,10 @@ def _share(layer: nn.Module, copy: nn.Parameter, shared: nn.Parameter) -> None:
 
 def _cast_inputs(dtype: torch.dtype, _: nn.Module, args: Any, kwargs: Any) -> Any:
     return _cast_to(dtype, (args, kwargs))
+
+
+def _cast_fields(_: nn.Module, args: Any, kwargs: Any) -> Any:
+    return args, _cast_to(torch.bfloat16, kwargs)
 
 
 def _cast_to(dtype: torch.dtype, value: Any) -> Any:

@@ -17,7 +17,8 @@ from chameleon_ft.data import SampleOrder
 from chameleon_ft.data.samples import SamplesInOrder, collated, load_micro_batch
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.job import Job
-from chameleon_ft.models.checks import SampleReads, boundary_specs, check_evaluation
+from chameleon_ft.models.checks import boundary_specs, check_evaluation
+from chameleon_ft.models.sample_checks import SampleReads
 from tests.golden import refused
 from tests.harness import assert_trained_as_if_nothing_failed, fails, train_here
 
@@ -50,7 +51,8 @@ def test_dicts_of_tensors_are_collated_as_by_torch() -> None:
     samples = [{"input_ids": torch.arange(3) + each, "labels": torch.tensor(each)} for each in range(4)]
     inputs, targets = collated(samples, None, seed=0, place=PLACE)
     expected = default_collate(samples)
-    assert torch.equal(inputs, expected["input_ids"])
+    assert list(inputs) == ["input_ids"]
+    assert torch.equal(inputs["input_ids"], expected["input_ids"])
     assert torch.equal(targets, expected["labels"])
 
 
@@ -61,13 +63,13 @@ def test_data_collators_of_transformers_draw_the_same_masks_everywhere(masks: bo
 
     collate = DataCollatorForLanguageModeling(rows.tokenizer, mlm=masks, mlm_probability=0.5)
     read = partial(load_micro_batch, rows, SampleOrder(16, 7), 6, 4, collate=collate)
-    inputs, targets = read()
+    fields, targets = read()
+    inputs = fields["input_ids"]
     torch.manual_seed(1)
     random.random()
     again = SamplesInOrder(rows, 7, collate).micro_batch(6, 4)
-    assert torch.equal(inputs, again[0])
+    assert torch.equal(inputs, again[0]["input_ids"])
     assert torch.equal(targets, again[1])
-    assert torch.is_tensor(inputs)
     assert inputs.shape == targets.shape == (4, inputs.shape[1])
     if not masks:
         ids = SampleOrder(16, 7).ids_at(6, 4)
@@ -81,14 +83,10 @@ def test_data_collators_of_transformers_draw_the_same_masks_everywhere(masks: bo
     [
         [torch.zeros(2)],
         {"input_ids": torch.zeros(2, 2)},
-        {"input_ids": torch.zeros(2, 2), "segments": torch.zeros(2, 2), "labels": torch.zeros(2)},
-        {
-            "input_ids": torch.zeros(2, 2),
-            "labels": torch.zeros(2, 2),
-            "attention_mask": torch.tensor([[0, 1], [1, 1]]),
-        },
+        {"input_ids": [[0, 0]], "labels": torch.zeros(2)},
+        {"input_ids": torch.zeros(2, 2), "labels": ["a", "b"]},
     ],
-    ids=["list", "no labels", "two inputs", "padded at the beginning"],
+    ids=["list", "no labels", "no tensors", "texts as labels"],
 )
 def test_other_results_are_refused(batch: Any) -> None:
     with refused(ConfigError):

@@ -18,8 +18,8 @@ from chameleon_ft.data import Mixture, MixtureOrder, SampleOrder, check_data, pr
 from chameleon_ft.data.samples import TokenWindows, load_micro_batch
 from chameleon_ft.errors import ConfigError, DataError
 from chameleon_ft.job_record import JobRecord
-from chameleon_ft.models.checks import SampleReads
 from chameleon_ft.models.llama import llama_job
+from chameleon_ft.models.sample_checks import SampleReads
 from tests.golden import refused
 from tests.harness import resume_here, train_here
 

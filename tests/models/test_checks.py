@@ -24,10 +24,9 @@ from chameleon_ft.config import RunConfig
 from chameleon_ft.data import SampleOrder
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.job import BoundarySpec, Job
-from chameleon_ft.models import checks
+from chameleon_ft.models import sample_checks
 from chameleon_ft.models.build import param_bytes
 from chameleon_ft.models.checks import (
-    SampleReads,
     boundary_specs,
     check_loss,
     check_separate_parameters,
@@ -35,6 +34,7 @@ from chameleon_ft.models.checks import (
 from chameleon_ft.models.optimizer import state_bytes, undivided_optimizer
 from chameleon_ft.models.optimizer_checks import check_learning_rate
 from chameleon_ft.models.precision import loss_and_terms, terms_of
+from chameleon_ft.models.sample_checks import SampleReads
 from chameleon_ft.optim import scheduler
 from chameleon_ft.worker.inspection import inspect_job
 from tests.golden import refused
@@ -325,8 +325,8 @@ def test_a_read_that_takes_long_before_the_run_is_reported(monkeypatch: pytest.M
         texts.append(text)
         told.set()
 
-    monkeypatch.setattr(checks, "_TOLD_S", 0.01)
-    monkeypatch.setattr(checks, "print", tell, raising=False)
+    monkeypatch.setattr(sample_checks, "_TOLD_S", 0.01)
+    monkeypatch.setattr(sample_checks, "print", tell, raising=False)
     SampleReads(job(dataset=Augmented(lambda index: float(told.wait()))), 5)
     assert f"sample {SampleOrder(40, 5).ids(0, 1)[0]}," in texts[0]
 

@@ -51,7 +51,7 @@ class Worker:
         return Executor(
             rank=toy_rank(self.job, micro_batch_size=BATCH.micro_batch_size),
             held=self.held,
-            micro_batches=MicroBatches(DatasetReads(self.job, BATCH, seed=SEED), CPU),
+            micro_batches=MicroBatches(DatasetReads(self.job, BATCH, seed=SEED), CPU, self.job),
             communicators=line,
         )
 

@@ -94,7 +94,7 @@ def take_part(task: Task) -> list[PlainStep]:
         executor = Executor(
             rank=rank,
             held=held,
-            micro_batches=MicroBatches(DatasetReads(job, task.batch, seed=SEED), CPU),
+            micro_batches=MicroBatches(DatasetReads(job, task.batch, seed=SEED), CPU, job),
             communicators=communicators,
         )
         kind = Late if task.late else Reductions

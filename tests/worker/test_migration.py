@@ -135,7 +135,7 @@ class Rank:
             rank=rank,
             await_parameters=committer.await_parameters,
             held=self.held,
-            micro_batches=MicroBatches(DatasetReads(self.job, BATCH, seed=SEED), CPU),
+            micro_batches=MicroBatches(DatasetReads(self.job, BATCH, seed=SEED), CPU, self.job),
             communicators=line,
         )
         layers = LayerMigration(

@@ -192,7 +192,7 @@ class Trained:
         self.executor = Executor(
             rank=rank,
             held=self.held,
-            micro_batches=MicroBatches(DatasetReads(job, BATCH, seed=SEED), CPU),
+            micro_batches=MicroBatches(DatasetReads(job, BATCH, seed=SEED), CPU, job),
             communicators=self.communicators,
         )
 

@@ -121,7 +121,7 @@ def trained(job: Job, plan: Plan, steps: int = 2) -> list[Tensor]:
     executor = Executor(
         rank=toy_rank(job, micro_batch_size=batch.micro_batch_size),
         held=held,
-        micro_batches=MicroBatches(DatasetReads(job, batch, seed=SEED), CPU),
+        micro_batches=MicroBatches(DatasetReads(job, batch, seed=SEED), CPU, job),
         communicators=None,  # type: ignore[arg-type]  # there are no peers
     )
     found: list[Tensor] = []

@@ -358,6 +358,7 @@ class CommandRunner:
             boundaries=job.boundaries,
             built_in_full=job.built_in_full,
             side_outputs=job.side_outputs,
+            fields=job.fields,
             samples=json.dumps(dict(islice(job.record.data.items(), 3))),
         )
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import default_collate
 
 from chameleon_ft.data.corpus import kind_of, open_path
@@ -29,6 +30,11 @@ if TYPE_CHECKING:
     from chameleon_ft.job import Collate, Dataset, TensorPair
 
 
+INPUT_IDS: Final = "input_ids"
+LABELS: Final = "labels"
+MASK: Final = "attention_mask"
+
+
 def load_micro_batch(
     dataset: Dataset,
     order: SampleOrder | MixtureOrder,
@@ -37,7 +43,7 @@ def load_micro_batch(
     *,
     collate: Collate | None = None,
     reading: Callable[[int], AbstractContextManager[object]] = nullcontext,
-) -> TensorPair:
+) -> tuple[Any, Any]:
     """Return `count` samples from position `first` of the order on as (inputs, targets), by `collated`.
 
     Each is read as by `read_sample`, inside the context that `reading` returns for its id.
@@ -49,11 +55,12 @@ def load_micro_batch(
     return collated(samples, collate, seed=order.seed, place=(0, first))
 
 
-def collated(samples: Sequence[Any], collate: Collate | None, *, seed: int, place: tuple[int, int]) -> TensorPair:
-    """Return samples as (inputs, targets) of a micro-batch.
+def collated(samples: Sequence[Any], collate: Collate | None, *, seed: int, place: tuple[int, int]) -> tuple[Any, Any]:
+    """Return samples as (inputs, targets) of a micro-batch: tensors, or trees of them.
 
-    Pairs of tensors are stacked in a new dimension 0, other samples by torch's `default_collate`. A function of the
-    job's own is called with the random numbers of one draw for each micro-batch.
+    Pairs of tensors are stacked in a new dimension 0, other samples by torch's `default_collate`. The inputs of samples
+    that are dicts are their fields: all tensors but the labels, which are the targets. A function of the job's own is
+    called with the random numbers of one draw for each micro-batch.
 
     Args:
         samples: of a micro-batch, in order.
@@ -62,38 +69,45 @@ def collated(samples: Sequence[Any], collate: Collate | None, *, seed: int, plac
         place: (0, position) of the first sample; of a stream (epoch, number in it).
 
     Raises:
-        ConfigError: what the function returned is neither a pair of tensors nor a dict with one input and labels.
+        ConfigError: what the function returned is neither a pair of trees of tensors nor a dict of them with labels.
     """
-    if collate is None and is_pair(samples[0]):
+    if collate is None and is_pair(samples[0]) and all(isinstance(each, torch.Tensor) for each in samples[0]):
         return torch.stack([sample[0] for sample in samples]), torch.stack([sample[1] for sample in samples])
     if collate is None:
         batch = default_collate(list(samples))
     else:
         with seeded(random_key(seed, Purpose.COLLATE, *place)):
             batch = collate(list(samples))
-    if is_pair(batch):
-        return batch[0], batch[1]
     if isinstance(batch, Mapping):
-        fields = dict(batch)
-        targets, mask = fields.pop("labels", None), fields.pop("attention_mask", None)
-        inputs = next(iter(fields.values()), None)
-        if len(fields) == 1 and isinstance(inputs, torch.Tensor) and isinstance(targets, torch.Tensor):
-            if isinstance(mask, torch.Tensor) and bool((mask[:, 1:] > mask[:, :-1]).any()):
-                raise ConfigError(
-                    "the samples of a micro-batch are padded at their beginning, and layer 0 gets no attention mask; "
-                    'pad them at their end, such as by padding_side="right"'
-                )
-            return inputs, targets
+        targets = batch.get(LABELS)
+        fields = {name: each for name, each in batch.items() if name != LABELS and isinstance(each, torch.Tensor)}
+        if fields and _is_tree(targets):
+            return fields, targets
+    elif is_pair(batch):
+        return batch[0], batch[1]
     found = f"a dict of {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else f"{type(batch).__name__}"
     raise ConfigError(
         f"the samples of a micro-batch are {found}: let `collate` return (inputs, targets), the tensors for layer 0 "
-        "and for the loss; or a dict of input_ids and labels, in which attention_mask may be, too"
+        "and for the loss; or a dict of tensors, such as input_ids and position_ids, and labels"
     )
 
 
+def fields_of(inputs: Any, targets: Any) -> dict[str, torch.Tensor]:
+    """Return the fields of a micro-batch by name, its labels among them; none unless its inputs are a dict."""
+    if not isinstance(inputs, dict):
+        return {}
+    named = {**inputs, LABELS: targets}
+    return {name: each for name, each in named.items() if isinstance(each, torch.Tensor)}
+
+
+def _is_tree(value: object) -> bool:
+    leaves = tree_leaves(value)
+    return bool(leaves) and all(isinstance(each, torch.Tensor) for each in leaves)
+
+
 def is_pair(value: object) -> bool:
-    """Return whether a sample, or a micro-batch, is a pair of tensors."""
-    return isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(each, torch.Tensor) for each in value)
+    """Return whether a sample, or a micro-batch, is a pair of tensors, or of trees of them."""
+    return isinstance(value, list | tuple) and len(value) == 2 and all(map(_is_tree, value))
 
 
 class SamplesInOrder:
@@ -136,7 +150,7 @@ class SamplesInOrder:
         self._next = first + count
         return self._reader.read(count)
 
-    def micro_batch(self, first: int, count: int) -> TensorPair:
+    def micro_batch(self, first: int, count: int) -> tuple[Any, Any]:
         """Return so many samples, by `collated`."""
         # For a stream, read on to there.
         self.read(first, 0)

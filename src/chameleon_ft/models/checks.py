@@ -7,39 +7,36 @@ from __future__ import annotations
 
 import contextlib
 import math
-import sys
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from threading import Timer
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
-from chameleon_ft.data.mixture import describe_order, sample_order
 from chameleon_ft.data.order import EvaluationOrder, read_sample
-from chameleon_ft.data.samples import SamplesInOrder, collated, is_pair, load_micro_batch
+from chameleon_ft.data.samples import SamplesInOrder, collated, fields_of, is_pair, load_micro_batch
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.job import BoundarySpec, Job, is_stream
-from chameleon_ft.job_record import Fact, JobRecord
+from chameleon_ft.job import BoundarySpec, Job
+from chameleon_ft.job_record import Fact
 from chameleon_ft.keys import generator_lock, generators_kept
 from chameleon_ft.models.build import (
     OtherGenerators,
     build_layer,
     build_on_meta,
     changed,
-    content_of,
     digest,
     digests_beside_state,
     gradient_bytes,
     marks_of_state,
     seed_forward,
 )
-from chameleon_ft.models.job_record import sketch
+from chameleon_ft.models.fields import require_padding_at_end, with_fields
 from chameleon_ft.models.precision import cast_layer, kept_by_name, loss_of, terms_of
+from chameleon_ft.models.sample_checks import first_micro_batch
 from chameleon_ft.side_outputs import collecting
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
@@ -73,7 +70,10 @@ def boundary_specs(
         ConfigError: the dataset does not hold pairs of tensors of one shape; or the named layer cannot be built or run,
             does not return one tensor, or depends on more than its input, its parameters and torch's generator.
     """
-    inputs = _first_inputs(job, micro_batch_size, seed)
+    read = first_micro_batch(job, micro_batch_size, seed)
+    job = with_fields(job, *read)
+    given = fields_of(*read)
+    require_padding_at_end(job, given)
     if job.boundaries is not None:
         stated = tuple(job.boundaries(micro_batch_size))
         if not all(isinstance(each, BoundarySpec) for each in stated):
@@ -82,14 +82,18 @@ def boundary_specs(
             raise ConfigError(f"`boundaries` gives {len(stated)} shapes for {job.num_layers} layers: give one for each")
         cast = {torch.float32: torch.bfloat16} if job.precision.is_lower else {}
         return tuple(BoundarySpec(spec.shape, cast.get(spec.dtype, spec.dtype)) for spec in stated)
-    boundary = inputs.to(device)
+    fields = {name: given[name].to(device) for name in {name for names in job.fields or () for name in names}}
+    boundary = fields[job.fields[0][0]] if job.fields else read[0].to(device)
     specs: list[BoundarySpec] = []
     # The blocks of a model mostly share one factory.
-    outputs: dict[tuple[int, BoundarySpec, bool], tuple[torch.Tensor, tuple[str, ...]]] = {}
+    outputs: dict[tuple[int, BoundarySpec, tuple[str, ...], bool], tuple[torch.Tensor, tuple[str, ...]]] = {}
     for layer, factory in enumerate(job.layers):
-        key = (id(factory), BoundarySpec.of(boundary), layer == 0)
+        keywords = {name: fields[name] for name in job.keywords(layer)}
+        key = (id(factory), BoundarySpec.of(boundary), tuple(keywords), layer == 0)
         if key not in outputs:
-            outputs[key] = _output(job, layer, boundary, seed=seed, hints=[] if hints is None else hints)
+            outputs[key] = _output(
+                job, layer, boundary, keywords=keywords, seed=seed, hints=[] if hints is None else hints
+            )
             ran(layer, outputs[key][0])
         boundary, names = outputs[key]
         if side is not None:
@@ -98,43 +102,8 @@ def boundary_specs(
     return tuple(specs)
 
 
-def _first_inputs(job: Job, micro_batch_size: int, seed: int) -> torch.Tensor:
-    samples = SamplesInOrder(job.dataset, seed, job.collate)
-    # A user's dataset may hold anything.
-    sample = samples.read(0, 1)[0]
-    if job.collate is None and not (is_pair(sample) or isinstance(sample, Mapping)):
-        how = "the iterator give" if is_stream(job.dataset) else "__getitem__(i) return"
-        raise ConfigError(
-            f"the dataset's samples must be pairs of tensors: let {how} (input, target), or give the job a `collate` "
-            "that makes tensors of samples"
-        )
-    if job.collate is not None:
-        return _collated_inputs(samples, micro_batch_size)
-    try:
-        inputs, _ = samples.micro_batch(0, micro_batch_size)
-    except (RuntimeError, TypeError) as error:
-        raise ConfigError(
-            f"the dataset's samples cannot be stacked to a micro-batch ({error}); let all samples have tensors of one "
-            "shape, for example by padding"
-        ) from error
-    return inputs
-
-
-def _collated_inputs(samples: SamplesInOrder, micro_batch_size: int) -> torch.Tensor:
-    """Return the inputs of the first micro-batch. Raises ConfigError if those of the next ones have other shapes."""
-    pairs = [samples.micro_batch(number * micro_batch_size, micro_batch_size) for number in range(_COLLATED)]
-    shapes = [tuple(tuple(each.shape) for each in pair) for pair in pairs]
-    if len(set(shapes)) > 1:
-        raise ConfigError(
-            f"`collate` returns inputs and targets of the shapes {shapes[0]} for the first micro-batch and of others, "
-            f"such as {next(each for each in shapes if each != shapes[0])}, for later ones, but workers exchange "
-            'tensors of one shape; pad to one length, such as by padding="max_length", and not to the longest sample'
-        )
-    return pairs[0][0]
-
-
 def _output(
-    job: Job, layer: int, boundary: torch.Tensor, *, seed: int, hints: list[str]
+    job: Job, layer: int, boundary: torch.Tensor, *, keywords: Mapping[str, Tensor], seed: int, hints: list[str]
 ) -> tuple[torch.Tensor, tuple[str, ...]]:
     """Build a layer, and run it with gradients, as a worker does.
 
@@ -157,7 +126,8 @@ def _output(
     # The clone is no leaf, so that a layer which changes it in place runs, and is refused.
     given, boundary = boundary, boundary.clone()
     state, beside = marks_of_state(module), digests_beside_state(module)
-    run = partial(_run, module, name=name, layer=layer, seed=seed)
+    versions = [each._version for each in keywords.values()]
+    run = partial(_run, module, name=name, layer=layer, seed=seed, keywords=keywords)
     # Another thread may read a sample, for which it seeds the generators.
     with generator_lock:
         generators = OtherGenerators()
@@ -169,7 +139,7 @@ def _output(
             f"{name} draws numbers from `{used}` in its forward, which differ between workers; draw them from torch, "
             "whose generator is seeded before each run of a layer"
         )
-    if boundary._version:
+    if boundary._version or versions != [each._version for each in keywords.values()]:
         raise ConfigError(
             f"{name} changes its input in place, which torch refuses on a worker whose layers begin there, and which a "
             "layer that is run again would find changed; return a new tensor, for example by inplace=False or x = x + y"
@@ -184,7 +154,7 @@ def _output(
             f"{name} returned {type(output).__name__}: a layer returns one tensor; pack several into one, or put both "
             "users of them into the same layer"
         )
-    _require_gradients(job, layer, module, given, [output, *(value for value, _ in side.losses)], run)
+    _require_gradients(job, layer, module, given, [output, *(value for value, _ in side.losses)], run, keywords)
     output = output.detach()
     if found := changed(beside, after := digests_beside_state(module)):
         # A cache, or what is left of one input, is the same after the same input; a count or a mean is not.
@@ -208,6 +178,7 @@ def _require_gradients(
     given: torch.Tensor,
     roots: Sequence[torch.Tensor],
     run: Callable[[torch.Tensor], Any],
+    keywords: Mapping[str, Tensor],
 ) -> None:
     """Raise ConfigError if something would not be trained by `roots`, the output and losses, that seems meant to.
 
@@ -229,7 +200,7 @@ def _require_gradients(
         )
     idle = _without_gradient(module, given, roots, is_first=layer == 0)
     if idle and not given.is_meta:
-        idle &= _without_gradient_on_meta(job, layer, given)
+        idle &= _without_gradient_on_meta(job, layer, given, keywords)
     if parameters := sorted(idle - job.tied_in(layer) - {""}):
         raise ConfigError(
             f"{name} does not use its parameter {parameters[0]!r} for its output, so it would not be trained; leave it "
@@ -261,13 +232,14 @@ def _without_gradient(
     return idle if is_first or given.grad is not None else idle | {""}
 
 
-def _without_gradient_on_meta(job: Job, layer: int, given: torch.Tensor) -> set[str]:
+def _without_gradient_on_meta(job: Job, layer: int, given: torch.Tensor, keywords: Mapping[str, Tensor]) -> set[str]:
     try:
         module = build_on_meta(job, layer)
         cast_layer(module, job.precision, is_first=layer == 0)
         given = given.detach().to(_META).requires_grad_(given.requires_grad)
+        on_meta = {name: each.to(_META) for name, each in keywords.items()}
         with collecting() as side:
-            output = _run(module, given, name="", layer=layer, seed=0)
+            output = _run(module, given, name="", layer=layer, seed=0, keywords=on_meta)
         return _without_gradient(module, given, [output, *(value for value, _ in side.losses)], is_first=layer == 0)
     except Exception:  # noqa: BLE001 - of any class: the layer looks at values, or cannot run there
         return set()
@@ -307,13 +279,21 @@ def _leaves_of(roots: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return [node.variable for node in _graph_of(roots) if hasattr(node, "variable")]
 
 
-def _run(module: nn.Module, boundary: torch.Tensor, *, name: str, layer: int, seed: int) -> Any:
+def _run(
+    module: nn.Module,
+    boundary: torch.Tensor,
+    *,
+    name: str,
+    layer: int,
+    seed: int,
+    keywords: Mapping[str, Tensor],
+) -> Any:
     device = boundary.device
     try:
         # A tensor that forward creates without naming a device would otherwise not fit an input on the meta device.
         with generator_lock, torch.random.fork_rng(devices=[]), device if device == _META else nullcontext():
             seed_forward(seed, step=0, micro_batch=0, layer=layer)
-            return module(boundary)
+            return module(boundary, **keywords)
     except Exception as error:
         raise ConfigError(
             f"{name} cannot be run on an input of shape {tuple(boundary.shape)} and {boundary.dtype} on the device "
@@ -351,97 +331,6 @@ def _is_close(output: torch.Tensor, again: Any) -> bool:
 
 # Relative difference up to which two losses count as equal.
 _ALIKE: Final = 1e-3
-# Samples that are read twice before a run at least; they may be slow to read.
-_READ_SAMPLES: Final = 4
-# Micro-batches whose shapes are compared before a run.
-_COLLATED: Final = 4
-# Samples that are recorded at most, within `_READING_S`.
-_RECORDED_SAMPLES: Final = 64
-_READING_S: Final = 1.0
-# Seconds after which a single read is reported, as in a run.
-_TOLD_S: Final = 10.0
-
-
-class SampleReads:
-    """The first samples of a run, read once, to see later whether they come out the same again.
-
-    Args:
-        most: number of samples to read; fewer if they are slow to read.
-
-    Attributes:
-        facts: the number of samples of the data set, and sketches of those that were read.
-    """
-
-    def __init__(self, job: Job, seed: int, *, most: int = _RECORDED_SAMPLES) -> None:
-        self._samples = SamplesInOrder(job.dataset, seed, job.collate)
-        self._collate = job.collate
-        self._seed = seed
-        # By number in the order of training.
-        self._contents: dict[int, list[bytes]] = {}
-        self._is_stream, begun_s = is_stream(job.dataset), time.monotonic()
-        self.facts: dict[str, Fact] = {}
-        self._ids: Sequence[int] = range(most)
-        if not self._is_stream:
-            size = len(job.dataset)
-            self.facts |= {"number of samples": size, "order of samples": describe_order(job.dataset)}
-            self._ids = sample_order(job.dataset, seed).ids(0, min(most, size))
-        for number, index in enumerate(self._ids):
-            if number >= _READ_SAMPLES and time.monotonic() - begun_s > _READING_S:
-                break
-            tensors = self._tensors(number)
-            self._contents[number] = _contents(tensors)
-            names = (f"input of sample {index}", f"target of sample {index}")
-            self.facts |= dict(zip(names, map(sketch, tensors), strict=False))
-
-    def require(self, facts: Mapping[str, Fact]) -> None:
-        """Raise ConfigError if the samples that were read are others than those of `facts`, of another process."""
-        for change in JobRecord(data=facts).changes_to(JobRecord(data=self.facts)):
-            raise ConfigError(
-                f"`dataset` reads other samples here than in the process that examined the job: {change.text}; give "
-                "all hosts the same data, and let no sample depend on the process that reads it, such as on its id, or "
-                "on the hash of a string unless PYTHONHASHSEED is set"
-            )
-
-    def check(self) -> None:
-        """Read each sample again, those of a stream also from a position. Raises ConfigError if one differs."""
-        for number, before in self._contents.items():
-            if self._is_stream and number and number == len(self._contents) // 2:
-                self._samples.begin(number, self._samples.position())
-            if _contents(self._tensors(number)) != before:
-                if self._is_stream and number >= len(self._contents) // 2:
-                    raise ConfigError(
-                        f"`dataset` reads sample {number} differently after load_state_dict() than it did before, so a "
-                        "run could not read on after a failure; let its state be all that later samples depend on: "
-                        "leave out a buffer from which it shuffles if that is not in the state, and let processes of a "
-                        "loader draw random numbers only from a generator that is seeded by the sample"
-                    )
-                raise ConfigError(
-                    f"`dataset` reads sample {self._ids[number]} differently each time, but workers read it "
-                    "separately, for the inputs and for the targets, and again after a failure; draw with Python's "
-                    "`random`, `numpy.random` or torch's functions, whose global generators are seeded for each read "
-                    "of a sample, instead of a generator of its own, the clock or a count of reads"
-                )
-
-    def _tensors(self, number: int) -> list[Tensor]:
-        text = f"reading sample {self._ids[number]}, before the run, has taken {_TOLD_S:.0f} s so far"
-        notice = Timer(_TOLD_S, lambda: print(text, file=sys.stderr, flush=True))
-        notice.daemon = True
-        notice.start()
-        try:
-            sample = self._samples.read(number, 1)[0]
-        finally:
-            notice.cancel()
-        if self._collate is not None or isinstance(sample, Mapping):
-            with contextlib.suppress(Exception):
-                return list(collated([sample], self._collate, seed=self._seed, place=(0, number)))
-            return []
-        # Others than pairs of tensors are refused elsewhere.
-        return [each for each in sample if isinstance(each, Tensor)] if isinstance(sample, tuple) else []
-
-
-def _contents(tensors: Iterable[Tensor]) -> list[bytes]:
-    # Not the versions that torch counts: those of samples in one tensor, such as a cache, change with each write to it.
-    return [f"{each.dtype} {each.shape} ".encode() + content_of(each) for each in tensors]
 
 
 def check_separate_parameters(job: Job) -> None:
@@ -482,7 +371,7 @@ def check_loss(
             parameters of its own, or changes what it keeps.
     """
     _, targets = SamplesInOrder(job.dataset, seed, job.collate).micro_batch(0, micro_batch_size)
-    targets = targets.to(device)
+    targets = tree_map(lambda tensor: tensor.to(device), targets)
     before = digest((job.loss, job.loss_terms))
     with generator_lock, torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
@@ -495,8 +384,8 @@ def check_loss(
             raise
         except Exception as error:
             raise ConfigError(
-                f"the loss of an output of shape {output.shape} and targets of shape {tuple(targets.shape)} cannot be "
-                f"computed ({type(error).__name__}: {error}); check that `loss` takes the output of the last layer and "
+                f"the loss of an output of shape {output.shape} and targets {_described(targets)} cannot be computed "
+                f"({type(error).__name__}: {error}); check that `loss` takes the output of the last layer and "
                 "the stacked targets, and `loss_terms` the targets"
             ) from error
         if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -575,16 +464,18 @@ def check_evaluation(
     held_out = read_sample(job.evaluation, 0, seed=seed)
     if job.collate is not None or not is_pair(trained):
         trained, held_out = (collated([each], job.collate, seed=seed, place=(0, 0)) for each in (trained, held_out))
-    for name, one, other in zip(("input", "target"), trained, held_out, strict=False):
-        if (one.shape, one.dtype) != (other.shape, other.dtype):
+    for name, *both in zip(("input", "target"), trained, held_out, strict=False):
+        one, other = map(_described, both)
+        if one != other:
             raise ConfigError(
-                f"`evaluation` has the {name} {tuple(other.shape)} of {other.dtype}, and `dataset` {tuple(one.shape)} "
-                f"of {one.dtype}: give both the same shapes and types, because layers return one shape"
+                f"`evaluation` has the {name} {other}, and `dataset` {one}: give both the same shapes and types, "
+                "because layers return one shape"
             )
     if output is None:
         return
     order = EvaluationOrder(len(job.evaluation), seed)
-    targets = load_micro_batch(job.evaluation, order, 0, micro_batch_size, collate=job.collate)[1].to(device)
+    targets = load_micro_batch(job.evaluation, order, 0, micro_batch_size, collate=job.collate)[1]
+    targets = tree_map(lambda tensor: tensor.to(device), targets)
     with generators_kept(device), torch.no_grad():
         made = torch.rand(output.shape).to(device=device, dtype=output.dtype)
         made = made.float() if job.precision.is_lower and made.is_floating_point() else made
@@ -593,7 +484,12 @@ def check_evaluation(
                 float(metric(made, targets))
             except Exception as error:
                 raise ConfigError(
-                    f"metrics[{name!r}] of an output of shape {output.shape} and targets of shape "
-                    f"{tuple(targets.shape)} cannot be computed ({type(error).__name__}: {error}); let it take the "
+                    f"metrics[{name!r}] of an output of shape {output.shape} and targets {_described(targets)} cannot "
+                    f"be computed ({type(error).__name__}: {error}); let it take the "
                     "output of the last layer and the stacked targets, and return their sum, a number"
                 ) from error
+
+
+def _described(tree: Any) -> str:
+    """Return the shapes and types of the tensors of a tree, as text."""
+    return str(tree_map(lambda tensor: f"{tuple(tensor.shape)} of {tensor.dtype}", tree))

@@ -8,6 +8,7 @@ the parameters are rounded copies.
 
 from __future__ import annotations
 
+import inspect
 import math
 from functools import partial
 from typing import Any
@@ -25,18 +26,30 @@ def cast_layer(module: nn.Module, precision: Precision, *, is_first: bool) -> di
     The masters have the values that the parameters had before. Under fp32 the layer stays as it is, without masters.
 
     Args:
-        is_first: True if the layer gets the inputs of the dataset, which are cast, too.
+        is_first: True if the layer gets the inputs of the dataset, which are cast, too, as are those that other layers
+            get by keyword.
     """
     if not precision.is_lower:
         return {}
     if is_first:
         module.register_forward_pre_hook(partial(_cast_inputs, torch.bfloat16), with_kwargs=True)
+    elif len(arguments_of(module)) > 1:
+        module.register_forward_pre_hook(_cast_keywords, with_kwargs=True)
     masters: dict[int, nn.Parameter] = {}
     _cast(module, "", precision, masters)
     if kept_by_name(module, precision):
         # A tensor in float32 may have made the output float32.
         module.register_forward_hook(_output_in_bfloat16)
     return {name: masters[id(each)] for name, each in module.named_parameters() if id(each) in masters}
+
+
+def arguments_of(module: nn.Module) -> list[inspect.Parameter]:
+    """Return the arguments of a layer's forward; none if they are not known."""
+    # `torch.compile` wraps a module.
+    try:
+        return list(inspect.signature(getattr(module, "_orig_mod", module).forward).parameters.values())
+    except (TypeError, ValueError):
+        return []
 
 
 def parameter_like(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
@@ -130,6 +143,10 @@ def _rounded(gradient: Tensor) -> Tensor:
 
 def _output_in_bfloat16(_: nn.Module, __: Any, output: Any) -> Any:
     return _in(torch.bfloat16, output)
+
+
+def _cast_keywords(_: nn.Module, args: Any, kwargs: Any) -> Any:
+    return args, _in(torch.bfloat16, kwargs)
 
 
 def _cast_inputs(dtype: torch.dtype, _: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -53,6 +53,7 @@ class JobInfo:
     has_evaluation: bool = False  # whether it has samples to evaluate
     built_in_full: tuple[int, ...] = ()  # layers that are initialised even if a state is loaded into them
     side_outputs: tuple[tuple[str, ...], ...] = ()  # names of what each layer gives beside its output
+    fields: tuple[tuple[str, ...], ...] = ()  # of a micro-batch, that each layer gets, as `Job.fields`
     device: str = ""  # name of the device, as it reports it; empty if this host has no such device
     record: JobRecord = field(default_factory=JobRecord)  # kept with checkpoints
     arguments: Mapping[str, bool | int | float | str] = FrozenMap({})  # those of `job_arguments`, by their types

@@ -19,15 +19,16 @@ from chameleon_ft.job_arguments import as_setting
 from chameleon_ft.job_record import Fact
 from chameleon_ft.models.build import gradient_bytes, layers_built_in_full, param_bytes, tied_bytes
 from chameleon_ft.models.checks import (
-    SampleReads,
     boundary_specs,
     check_evaluation,
     check_loss,
     check_separate_parameters,
 )
+from chameleon_ft.models.fields import with_fields
 from chameleon_ft.models.job_record import record_of, sketch
 from chameleon_ft.models.optimizer import state_bytes, undivided_optimizer
 from chameleon_ft.models.optimizer_checks import check_learning_rate, check_optimizer
+from chameleon_ft.models.sample_checks import SampleReads, first_micro_batch
 from chameleon_ft.models.weights import check_weights
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.protocol.job_info import JobInfo
@@ -110,6 +111,8 @@ def _inspect_job(config: RunConfig) -> JobInfo:
     check_weights(job)
     if run_on.type != "meta":
         check_optimizer(job, device=run_on)
+    size = config.batch.micro_batch_size
+    job = with_fields(job, *first_micro_batch(job, size, config.seed))
     hints: list[str] = []
     outputs: dict[str, Fact] = {}
     # Of layers that are not examined, as if each had some.
@@ -119,7 +122,6 @@ def _inspect_job(config: RunConfig) -> JobInfo:
         if run_on.type != "meta":
             outputs[f"output of layer {layer} for the same samples"] = sketch(output)
 
-    size = config.batch.micro_batch_size
     boundaries = boundary_specs(job, size, device=run_on, seed=config.seed, hints=hints, ran=ran, side=side)
     if run_on.type != "meta" and job.boundaries is None:
         loss, more = check_loss(job, boundaries[-1], size, device=run_on, seed=config.seed)
@@ -163,6 +165,7 @@ def _inspect_job(config: RunConfig) -> JobInfo:
         hints=tuple(hints),
         built_in_full=layers_built_in_full(job, config.seed),
         side_outputs=tuple(side.get(layer, (AUXILIARY,)) for layer in range(job.num_layers)),
+        fields=tuple(map(tuple, job.fields or ())),
         has_evaluation=job.evaluation is not None,
         device=device,
         record=record_of(job, config, samples=samples.facts, outputs=outputs, device=run_on),

@@ -170,7 +170,10 @@ def _trainer(
     context = RankContext(
         worker=worker,
         job=replace(
-            load_examined(config, samples), built_in_full=welcome.built_in_full, side_outputs=welcome.side_outputs
+            load_examined(config, samples),
+            built_in_full=welcome.built_in_full,
+            side_outputs=welcome.side_outputs,
+            fields=welcome.fields,
         ),
         boundaries=tuple(BoundarySpec(b.shape, getattr(torch, b.dtype)) for b in welcome.boundaries),
         device=device,

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from chameleon_ft.config import Batch, RunConfig
 from chameleon_ft.data.samples import collated
@@ -41,10 +41,12 @@ from chameleon_ft.worker.mover import Mover
 from chameleon_ft.worker.state_transfer.layer_messages import receive_state, send_state
 
 if TYPE_CHECKING:
-    from chameleon_ft.job import Job, TensorPair
+    from chameleon_ft.job import Job
 
 # Steps that are sent before they are trained. Those in the pipe of the reading process come in addition.
 _AHEAD: Final = 4
+# Of a message: micro-batches, with numbers in place of their tensors.
+_TREE: Final = "tree"
 _POLL_S: Final = 0.02
 _CPU: Final = torch.device("cpu")
 
@@ -52,7 +54,7 @@ _CPU: Final = torch.device("cpu")
 class SamplesOfStep(NamedTuple):
     """The micro-batches of a step by their numbers, all or some of them, and the position after the step."""
 
-    micro_batches: Mapping[int, TensorPair]
+    micro_batches: Mapping[int, tuple[Any, Any]]
     position: bytes
 
 
@@ -227,7 +229,7 @@ class StreamFeed:
         self._mover = mover
         self._members = order.members
         self._reader = reader_of(order)
-        self._needed = needed_by(order)
+        self._needed = needed_by(order, rank.job)
         self._config = config
         self._ahead = ahead
         self._first_step = order.first_step
@@ -317,17 +319,18 @@ class StreamFeed:
         return {peer: own.nonzero().flatten().tolist() for peer, own in flags.items()}
 
     def _send(self, samples: SamplesOfStep, peer: int, needed: Collection[int]) -> Any:
-        tensors: dict[str, Tensor] = {}
-        for number in needed:
-            inputs, targets = samples.micro_batches[number]
-            tensors |= {f"inputs/{number}": inputs, f"targets/{number}": targets}
+        leaves, structure = tree_flatten({number: samples.micro_batches[number] for number in sorted(needed)})
         return send_state(
-            {POSITION_KEY: samples.position, **tensors},
+            {
+                POSITION_KEY: samples.position,
+                _TREE: tree_unflatten(range(len(leaves)), structure),
+                **{str(number): leaf for number, leaf in enumerate(leaves)},
+            },
             self._mover.communicators,
             peer=peer,
             tag=Tag.STREAM,
             device=_CPU,
-            num_bytes=sum(tensor.nbytes for tensor in tensors.values()),
+            num_bytes=sum(leaf.nbytes for leaf in leaves),
         )
 
     def _receive(self) -> None:
@@ -338,8 +341,8 @@ class StreamFeed:
         communicators.send(flags, peer=self._reader, tag=Tag.STREAM).wait()
         for step in range(self._first_step, self._config.steps):
             state = receive_state(communicators, peer=self._reader, tag=Tag.STREAM, device=_CPU, targets={})
-            pairs = {number: (state[f"inputs/{number}"], state[f"targets/{number}"]) for number in self._needed}
-            self._add(step, SamplesOfStep(pairs, state[POSITION_KEY]))
+            found = tree_map(lambda number: state[str(number)], state[_TREE])  # noqa: B023 - called at once
+            self._add(step, SamplesOfStep(found, state[POSITION_KEY]))
 
     def _add(self, step: int, samples: SamplesOfStep) -> None:
         with self._mover.changed:
@@ -352,10 +355,10 @@ def reader_of(order: WorkerOrders) -> int:
     return min(min(segment.holders) for segment in order.segments if not segment.tied and 0 in segment.layers)
 
 
-def needed_by(order: WorkerOrders) -> frozenset[int]:
-    """Return the micro-batches of a step of which a worker runs the first layer, or the loss."""
+def needed_by(order: WorkerOrders, job: Job) -> frozenset[int]:
+    """Return the micro-batches of a step of which a worker runs the first layer, a layer with fields, or the loss."""
     operations: Sequence[Any] = order.operations
     if order.rest is not None:
         # If that step turns out to be bad, it is computed again as a whole.
         operations = (*operations, *order.rest.program.of(order.worker))
-    return frozenset(each.micro_batch for each in operations if reads_samples(each))
+    return frozenset(each.micro_batch for each in operations if reads_samples(each, job))

@@ -72,7 +72,7 @@ class Trainer:
         if is_stream(rank.job.dataset):
             self._stream = ReadAhead(rank.job, config.batch, seed=config.seed)
         else:
-            self._micro_batches = MicroBatches(self._dataset_source(loaders), rank.device)
+            self._micro_batches = self._batches_of(self._dataset_source(loaders))
         self._evaluator = None if rank.job.evaluation is None else Evaluator(rank, config, reading=self._reading)
         self._state = RankState(rank, config, run, client)
         client.snapshot_resolved = self._state.snapshots.resolve
@@ -95,6 +95,9 @@ class Trainer:
             saved=client.send,
             before_write=lambda step: rank.faults.at("checkpoint", step),
         )
+
+    def _batches_of(self, source: SampleSource) -> MicroBatches:
+        return MicroBatches(source, self._rank.device, self._rank.job)
 
     def _dataset_source(self, loaders: LoaderServer | None) -> SampleSource:
         reads = DatasetReads.of(self._rank.job, self._config, reading=self._reading)
@@ -341,7 +344,7 @@ class Trainer:
         executor = Executor(
             rank=self._rank,
             held=held,
-            micro_batches=self._micro_batches if feed is None else MicroBatches(feed, self._rank.device),
+            micro_batches=self._micro_batches if feed is None else self._batches_of(feed),
             communicators=mover.communicators,
             await_parameters=committer.await_parameters,
         )

@@ -17,7 +17,7 @@ reentrant checkpoints between output and input, I is the whole backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -232,11 +232,19 @@ class SavedActivations:
     Args:
         operation: the hop's F.
         num_layers: layers of the model.
+        fields: those of the micro-batch, if a layer gets some.
         terms: Returns the loss terms of the micro-batch; called if an auxiliary loss depends on them.
     """
 
     def __init__(
-        self, held: HeldLayers, operation: Operation, *, step: int, num_layers: int, terms: Callable[[], float]
+        self,
+        held: HeldLayers,
+        operation: Operation,
+        *,
+        step: int,
+        num_layers: int,
+        fields: Mapping[str, Tensor],
+        terms: Callable[[], float],
     ) -> None:
         again = operation.recompute
         selective = frozenset(layer for layer in (again.selective if again else ()) if is_recomputed(layer, num_layers))
@@ -244,7 +252,9 @@ class SavedActivations:
         self._operation = operation
         self._num_layers = num_layers
         self._terms = terms
-        self._run = partial(held.forward, step=step, micro_batch=operation.micro_batch, selective=selective)
+        self._run = partial(
+            held.forward, step=step, micro_batch=operation.micro_batch, fields=fields, selective=selective
+        )
         self._parts: list[_Part] = []
         self._sums: list[WeightHalf] = []
 

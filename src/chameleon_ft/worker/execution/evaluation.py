@@ -99,7 +99,7 @@ class Evaluator:
             first_sample=lambda step: 0,
             reading=lambda sample: reading(f"{sample}, to evaluate"),
         )
-        self._micro_batches = MicroBatches(reads, rank.device)
+        self._micro_batches = MicroBatches(reads, rank.device, rank.job)
         self._asked = self._answered = 0
 
     def is_due(self, step: int, *, request: int) -> bool:

@@ -14,8 +14,10 @@ from typing import Final
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from chameleon_ft.cost.memory import MessageBuffers
+from chameleon_ft.job import sample_count
 from chameleon_ft.keys import generator_lock
 from chameleon_ft.models.precision import loss_and_terms, terms_of
 from chameleon_ft.schedule import Operation, OperationKind
@@ -25,8 +27,8 @@ from chameleon_ft.worker.control_client import Activity
 from chameleon_ft.worker.device import wait_for_stream
 from chameleon_ft.worker.execution.backward import SavedActivations
 from chameleon_ft.worker.execution.bad_steps import Repetition, noting
-from chameleon_ft.worker.execution.layers import HeldLayers
-from chameleon_ft.worker.execution.micro_batches import MicroBatches, reads_samples
+from chameleon_ft.worker.execution.layers import NO_FIELDS, HeldLayers
+from chameleon_ft.worker.execution.micro_batches import MicroBatches, reads_samples, uses_inputs
 from chameleon_ft.worker.execution.steps import CountedLoss, Result, StepState, StepStats, hop_of
 
 
@@ -272,7 +274,7 @@ class _StepExecution:
             self._executor.rank.faults.at(self._fault_at[index], self._state.step)
 
     def _run_operation(self, index: int, operation: Operation) -> None:
-        if reads_samples(operation):
+        if reads_samples(operation, self._executor.rank.job):
             start = perf_counter()
             self._executor.micro_batches(self._state.step, operation.micro_batch)
             self._stats.data_wait_s += perf_counter() - start
@@ -317,10 +319,11 @@ class _StepExecution:
             }
             repetition.backward(micro_batch, layers, received=received, result=result, gradients=gradients)
             return
-        data = []
-        if operation.first or operation.last:
-            inputs, targets, _ = executor.micro_batches(self._state.step, micro_batch)
-            data = [*([inputs] if operation.first else []), *([targets] if operation.last else [])]
+        data: list[Tensor] = []
+        if reads_samples(operation, executor.rank.job):
+            read = executor.micro_batches(self._state.step, micro_batch)
+            used = uses_inputs(operation, executor.rank.job), operation.last
+            data = tree_leaves([each for each, is_used in zip(read, used, strict=False) if is_used])
         output = self._state.losses[micro_batch].value if operation.last else result
         assert output is not None
         repetition.forward(micro_batch, layers, data=data, received=received, result=output)
@@ -378,10 +381,13 @@ class _StepExecution:
         return self._on_boundary(torch.zeros, operation.layers.start - 1) if gradient is None else gradient
 
     def _forward(self, operation: Operation, message: Tensor | None) -> Tensor | None:
-        executor, step = self._executor, self._state.step
+        executor, step, fields = self._executor, self._state.step, NO_FIELDS
+        if uses_inputs(operation, executor.rank.job):
+            read = executor.micro_batches(step, operation.micro_batch)
+            fields = read.fields
         if operation.first:
-            boundary, _, digest = executor.micro_batches(step, operation.micro_batch)
-            self._stats.draws += digest
+            boundary = read.input_of(executor.rank.job)
+            self._stats.draws += read.digest
         else:
             assert message is not None
             boundary = message.detach().requires_grad_(message.is_floating_point() or message.is_complex())
@@ -391,6 +397,7 @@ class _StepExecution:
             operation,
             step=step,
             num_layers=len(executor.rank.boundaries),
+            fields=fields,
             terms=lambda: terms_of(executor.rank.job, executor.micro_batches(step, operation.micro_batch).targets),
         )
         output = saved.forward(boundary)
@@ -409,7 +416,7 @@ class _StepExecution:
         if micro_batch not in self._counted:
             # Some losses are a view of all their terms.
             value = loss.detach().clone()
-            self._state.losses[micro_batch] = CountedLoss(value, terms, len(targets))
+            self._state.losses[micro_batch] = CountedLoss(value, terms, sample_count(targets))
         if self._measure is not None:
             self._measure(micro_batch, output, targets)
         return loss

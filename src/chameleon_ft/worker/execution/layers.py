@@ -20,7 +20,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Self
+from types import MappingProxyType
+from typing import Any, Final, Self
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +38,8 @@ from chameleon_ft.plan import LayerRange
 from chameleon_ft.side_outputs import AUXILIARY, SideOutputs
 from chameleon_ft.worker.execution.bad_steps import noting
 from chameleon_ft.worker.execution.optimizer import LayerOptimizer, Range
+
+NO_FIELDS: Final[Mapping[str, Tensor]] = MappingProxyType({})
 
 LayerState = dict[str, Any]
 """One layer's state by flat key: ``module/NAME`` for updated tensors and persistent buffers, ``optimizer/NAME/KEY``.
@@ -243,9 +246,18 @@ class HeldLayers:
             own.module.zero_grad(set_to_none=True)
 
     def forward(
-        self, layers: LayerRange, boundary: Tensor, *, step: int, micro_batch: int, selective: Collection[int] = ()
+        self,
+        layers: LayerRange,
+        boundary: Tensor,
+        *,
+        step: int,
+        micro_batch: int,
+        fields: Mapping[str, Tensor] = NO_FIELDS,
+        selective: Collection[int] = (),
     ) -> Tensor:
         """Run `layers` on one micro-batch, each with its own random key; save less of `selective` layers.
+
+        `fields` has those of the micro-batch, if a layer gets some.
 
         Raises:
             ConfigError: an output differs from the expected one in shape or type.
@@ -258,7 +270,7 @@ class HeldLayers:
                 noting(f"in layer {layer} ({type(module).__name__})"),
             ):
                 seed_forward(self._seed, step=step, micro_batch=micro_batch, layer=layer, device=self._device)
-                boundary = module(boundary)
+                boundary = module(boundary, **{name: fields[name] for name in self._job.keywords(layer)})
             if layer < len(self._checked):
                 self._checked[layer].require(boundary, layer=layer)
         return boundary

@@ -6,45 +6,58 @@ step which ones this rank will need, so that it can read while operations run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from typing import Final, NamedTuple, Protocol, Self
+from typing import Any, Final, NamedTuple, Protocol, Self
 
 import torch
 import xxhash
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from chameleon_ft.config import Batch, RunConfig
 from chameleon_ft.data.mixture import sample_order
 from chameleon_ft.data.order import EvaluationOrder
-from chameleon_ft.data.samples import load_micro_batch
+from chameleon_ft.data.samples import fields_of, load_micro_batch
 from chameleon_ft.job import Dataset, Job
+from chameleon_ft.models.fields import require_padding_at_end
 from chameleon_ft.schedule import Operation, OperationKind
+from chameleon_ft.side_outputs import AUXILIARY
 
 KEPT_MICRO_BATCHES: Final = 64
 """The latest micro-batches stay loaded, because a hop reads its inputs, and later its targets, one by one."""
 
 
 class MicroBatch(NamedTuple):
-    """The samples of a micro-batch, stacked: (micro-batch, ...).
+    """The samples of a micro-batch, stacked: tensors (micro-batch, ...), or trees of them; the inputs may be fields.
 
     Attributes:
-        digest: A digest of the values of both tensors, as they were read: below 2**40, so that a float64 holds sums of
+        digest: A digest of the values of all tensors, as they were read: below 2**40, so that a float64 holds sums of
             many.
     """
 
-    inputs: Tensor
-    targets: Tensor
+    inputs: Any
+    targets: Any
     digest: int = 0
 
     @classmethod
-    def of(cls, inputs: Tensor, targets: Tensor) -> MicroBatch:
-        """Return tensors that were read, with their digest."""
+    def of(cls, inputs: Any, targets: Any) -> MicroBatch:
+        """Return what was read, with its digest."""
         values = xxhash.xxh3_64()
-        for tensor in (inputs, targets):
+        for tensor in tree_leaves((inputs, targets)):
             values.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
         return cls(inputs, targets, values.intdigest() >> 24)
+
+    @property
+    def fields(self) -> Mapping[str, Tensor]:
+        """The fields by name, which layers get by keyword."""
+        return fields_of(self.inputs, self.targets)
+
+    def input_of(self, job: Job) -> Tensor:
+        """Return the first argument of layer 0."""
+        first: Tensor = self.fields[job.fields[0][0]] if job.fields else self.inputs
+        return first
 
 
 class SampleSource(Protocol):
@@ -109,28 +122,41 @@ class DatasetReads:
 class MicroBatches:
     """The micro-batches of a source on `device`, of which the latest are kept."""
 
-    def __init__(self, source: SampleSource, device: torch.device) -> None:
+    def __init__(self, source: SampleSource, device: torch.device, job: Job) -> None:
         self._source = source
+        self._job = job
         self._device = device
         self._load = lru_cache(KEPT_MICRO_BATCHES)(self._loaded)
 
     def expect(self, step: int, operations: Iterable[Operation], following: Iterable[Operation]) -> None:
         """Tell the source that a step is to run these operations, and each step after it the following ones."""
-        self._source.expect(step, _reads_of(operations), _reads_of(following))
+        self._source.expect(step, self._reads_of(operations), self._reads_of(following))
 
     def __call__(self, step: int, micro_batch: int) -> MicroBatch:
         """Return the samples for (step, number of the micro-batch in the global batch of the step)."""
         return self._load(step, micro_batch)
 
     def _loaded(self, step: int, micro_batch: int) -> MicroBatch:
-        inputs, targets, digest = self._source.read(step, micro_batch)
-        return MicroBatch(inputs.to(self._device), targets.to(self._device), digest)
+        read = self._source.read(step, micro_batch)
+        require_padding_at_end(self._job, read.fields)
+        if isinstance(read.inputs, Tensor) and isinstance(read.targets, Tensor):
+            return MicroBatch(read.inputs.to(self._device), read.targets.to(self._device), read.digest)
+        inputs, targets = tree_map(lambda tensor: tensor.to(self._device), (read.inputs, read.targets))
+        return MicroBatch(inputs, targets, read.digest)
+
+    def _reads_of(self, operations: Iterable[Operation]) -> list[int]:
+        return list(dict.fromkeys(each.micro_batch for each in operations if reads_samples(each, self._job)))
 
 
-def reads_samples(operation: Operation) -> bool:
-    """Return whether samples are read for an operation: as the inputs of layer 0, or for the loss."""
-    return operation.kind is OperationKind.FORWARD and (operation.first or operation.last)
+def reads_samples(operation: Operation, job: Job) -> bool:
+    """Return whether samples are read for an operation: for layer 0, as fields, for the loss, or for its terms."""
+    if operation.kind is not OperationKind.FORWARD:
+        return False
+    if operation.last or uses_inputs(operation, job):
+        return True
+    return bool(job.side_outputs) and any(AUXILIARY in job.side_outputs[layer] for layer in operation.layers)
 
 
-def _reads_of(operations: Iterable[Operation]) -> list[int]:
-    return list(dict.fromkeys(each.micro_batch for each in operations if reads_samples(each)))
+def uses_inputs(operation: Operation, job: Job) -> bool:
+    """Return whether layers of an operation use the inputs of the micro-batch: layer 0, and those with fields."""
+    return operation.first or any(map(job.keywords, operation.layers))

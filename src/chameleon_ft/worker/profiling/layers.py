@@ -20,12 +20,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from chameleon_ft.config import RunConfig
 from chameleon_ft.cost.profile import LayerTimes, Spread
 from chameleon_ft.data.samples import SamplesInOrder
 from chameleon_ft.job import Job
 from chameleon_ft.models.checks import boundary_specs
+from chameleon_ft.models.fields import with_fields
 from chameleon_ft.models.precision import loss_of
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.sync import Segment
@@ -33,7 +35,7 @@ from chameleon_ft.worker.device import is_host_memory, wait_for_stream
 from chameleon_ft.worker.execution.backward import input_gradient
 from chameleon_ft.worker.execution.gradients import GradientBuffers
 from chameleon_ft.worker.execution.layers import HeldLayers
-from chameleon_ft.worker.execution.micro_batches import KEPT_MICRO_BATCHES
+from chameleon_ft.worker.execution.micro_batches import KEPT_MICRO_BATCHES, MicroBatch
 from chameleon_ft.workload import LayerCost, is_recomputed
 
 _MARK = "phase "
@@ -116,21 +118,21 @@ class ModelOnDevice:
 
     def __init__(self, job: Job, config: RunConfig, device: torch.device) -> None:
         size = config.batch.micro_batch_size
-        self.job = job
-        self.boundaries = boundary_specs(job, size, device=device, seed=config.seed)
+        self._samples, self._size = SamplesInOrder(job.dataset, config.seed, job.collate), size
+        self.job = with_fields(job, *self._samples.micro_batch(0, size))
+        self.boundaries = boundary_specs(self.job, size, device=device, seed=config.seed)
         self.seed = config.seed
         self.device = device
-        self._samples, self._size = SamplesInOrder(job.dataset, config.seed, job.collate), size
         self.samples = self.read()
 
     @property
     def num_layers(self) -> int:
         return self.job.num_layers
 
-    def read(self) -> tuple[Tensor, Tensor]:
+    def read(self) -> MicroBatch:
         """Read the micro-batch, which takes as much memory as reading another one."""
-        inputs, targets = self._samples.micro_batch(0, self._size)
-        return inputs.to(self.device), targets.to(self.device)
+        read = self._samples.micro_batch(0, self._size)
+        return MicroBatch(*tree_map(lambda tensor: tensor.to(self.device), read))
 
     def kind(self, layer: int) -> str:
         """Return the name of the factory of `layer`, in lower case."""
@@ -145,7 +147,7 @@ class ModelOnDevice:
         equal; samples stay as they are.
         """
         if layer == 0:
-            return self.samples[0]
+            return self.samples.input_of(self.job)
         boundary = self._like_output(layer - 1)
         return boundary.flatten()[: boundary.shape[-1]].expand_as(boundary).clone() if alike else boundary
 
@@ -217,6 +219,7 @@ class Hop:
         self.layers = layers
         self.is_first = layers.start == 0
         self.is_last = layers.stop == self.model.num_layers
+        self.reads = self.is_first or self.is_last or any(map(self.model.job.keywords, layers))
 
     def fused_phases(self) -> Phases:
         """The phases of a forward and a whole backward; the operations are F and B, and samples are read before F."""
@@ -231,7 +234,7 @@ class Hop:
     def _fused(self) -> Iterator[None]:
         boundary = self._boundary()
         yield
-        if self.is_first or self.is_last:
+        if self.reads:
             self.model.read()
         yield
         output = self._forward(boundary)
@@ -269,9 +272,12 @@ class Hop:
 
     def _forward(self, boundary: Tensor) -> Tensor:
         """Run F; samples are read outside it, as in a step."""
-        output = self._held.forward(self.layers, boundary, step=0, micro_batch=0, selective=self._selective)
+        samples = self.model.samples
+        output = self._held.forward(
+            self.layers, boundary, step=0, micro_batch=0, fields=samples.fields, selective=self._selective
+        )
         if self.is_last:
-            output = loss_of(self.model.job, output, self.model.samples[1])
+            output = loss_of(self.model.job, output, samples.targets)
         return output
 
 
@@ -376,7 +382,7 @@ def sized_layer(resident: ResidentLayers) -> LayerCost:
         again = None
     behind = model.boundary_bytes(layer)
     halves = own.working_halves if again is None else max(own.working_halves, again.working_halves)
-    samples = KEPT_MICRO_BATCHES * sum(tensor.nbytes for tensor in model.samples)
+    samples = KEPT_MICRO_BATCHES * sum(tensor.nbytes for tensor in tree_leaves(model.samples[:2]))
     return LayerCost(
         f"{model.kind(layer)} {layer}",
         0.0,
@@ -391,7 +397,7 @@ def sized_layer(resident: ResidentLayers) -> LayerCost:
         output_bytes=behind,
         working_bytes=max(0, own.working, resident.commit_bytes - own.kept - behind),
         halves_working_bytes=max(0, halves),
-        sample_bytes=samples if hop.is_first or hop.is_last else 0,
+        sample_bytes=samples if hop.reads else 0,
         selective_bytes=None if again is None else again.kept,
         selective_weight_grad_bytes=None if again is None else again.left,
         selective_working_bytes=None if again is None else max(0, again.working),
