@@ -238,7 +238,8 @@ class Job:
         fields: the fields of a micro-batch that each layer's forward gets by keyword, whatever the worker; those of
             layer 0 begin with the one that is its first argument. None: found before a run, by the names of the
             arguments of each forward.
-        precision: element type that the layers compute in; `load_job` sets that of the configuration.
+        precision: element type that the layers compute in; `load_job` sets that of the configuration, and adds its
+            patterns of what stays in float32 to those of the job.
         built_in_full: layers of which a worker initialises the parameters even if it then loads a state, because the
             factory computes more from them than the state; None: found whenever a worker builds such a layer. The
             inspection of a job finds them before a run.
@@ -302,6 +303,35 @@ class Job:
         object.__setattr__(self, "tied", _checked_tied(self.tied, len(self.layers)))
         if self.weights is not None:
             _check_weights(self.weights, len(self.layers))
+
+    @classmethod
+    def from_transformers(
+        cls,
+        model: Any,
+        *,
+        attention: str | None = None,
+        targets: Literal["labels", "next tokens"] = "labels",
+        **fields: Any,
+    ) -> Job:
+        """Return the job of a decoder-only model of transformers, each of whose decoder layers is a layer.
+
+        Its layers are made of the model's own modules; what comes before them, such as the embedding, is layer 0, and
+        what comes after them, such as the head, the last layer.
+
+        Args:
+            model: a folder with a config.json, or a configuration of transformers.
+            attention: implementation of the attention, such as "sdpa" or "eager"; None: the model's usual one.
+            targets: labels: the tokens of the input, where -100 is no target, as transformers takes them; next tokens:
+                for each token the one after it, as in a corpus of `chameleon_ft.data`.
+            fields: of the job: `dataset` and `optimizer`, and others. Those that the model decides, such as the loss,
+                may be given, too.
+
+        Raises:
+            ConfigError: the model has no such layers; the message names the part that stands in the way.
+        """
+        models = importlib.import_module("chameleon_ft.models.transformers")
+        job: Job = models.job_from_transformers(model, attention=attention, targets=targets, **fields)
+        return job
 
     @property
     def num_layers(self) -> int:
@@ -400,7 +430,8 @@ def load_job(reference: str, config: RunConfig) -> Job:
     if not isinstance(job, Job):
         _, name = _split_reference(reference, "job")
         raise ConfigError(f"job {reference!r}: {name}() returned {type(job).__name__}, not a chameleon_ft.Job")
-    return replace(job, precision=Precision(config.precision, config.fp32_modules), arguments=arguments)
+    kept = tuple(dict.fromkeys((*config.fp32_modules, *job.precision.fp32_modules)))
+    return replace(job, precision=Precision(config.precision, kept), arguments=arguments)
 
 
 def arguments_of_job(reference: str, config: RunConfig) -> tuple[JobArgument, ...]:

@@ -265,17 +265,17 @@ def untracked_leaf(
     What is used for auxiliary losses alone is found, too.
     """
     known = set(map(id, own))
-    strange = {id(leaf): leaf for leaf in _leaves_of(roots) if id(leaf) not in known}
+    strange = {id(leaf): leaf for leaf in leaves_of(roots) if id(leaf) not in known}
     # A tensor that is made by `run` is another one in the second run.
     again: set[int] = set()
     if strange:
         with collecting() as side:
             output = run()
-        again = set(map(id, _leaves_of([output, *(value for value, _ in side.losses)])))
+        again = set(map(id, leaves_of([output, *(value for value, _ in side.losses)])))
     return next((leaf for key, leaf in strange.items() if key in again), None)
 
 
-def _leaves_of(roots: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+def leaves_of(roots: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return [node.variable for node in _graph_of(roots) if hasattr(node, "variable")]
 
 

@@ -1,0 +1,142 @@
+"""Models of transformers as layers compute what they compute there."""
+
+from __future__ import annotations
+
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from chameleon_ft import Job
+from chameleon_ft.errors import ConfigError
+from chameleon_ft.models.transformers import Walk, causal_loss, causal_terms
+from tests.golden import refused
+from tests.models.transformers_families import FAMILIES, VOCAB, family, load_layers, whole_model
+
+pytest.importorskip("transformers", reason="the development extra has it")
+LENGTH = 12
+
+
+def build(walk: Walk) -> list[nn.Module]:
+    return [factory().train() for factory in walk.layers()]
+
+
+def run(layers: list[nn.Module], ids: Tensor, **fields: Tensor) -> Tensor:
+    return reduce(lambda x, layer: layer(x, **fields), layers, ids)
+
+
+def loud(model: nn.Module) -> nn.Module:
+    """Give parameters values of which each is to be seen in the logits."""
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, mean=float(parameter.ndim == 1), std=0.2, generator=generator)
+    return model
+
+
+def tokens(*shape: int) -> Tensor:
+    return torch.randint(VOCAB, shape, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_loss_and_gradients_are_those_of_transformers(name: str) -> None:
+    config, labels = family(name), tokens(3, LENGTH)
+    model, walk = loud(whole_model(config)), Walk.of(config)
+    layers = build(walk)
+    load_layers(walk, layers, model)
+    labels[0, :4] = -100
+
+    loss = causal_loss(run(layers, tokens(3, LENGTH)), labels) / causal_terms(labels)
+    loss.backward()
+    expected = model(tokens(3, LENGTH), labels=labels).loss
+    expected.backward()
+
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    theirs, seen = dict(model.named_parameters(remove_duplicate=False)), set()
+    for index, layer in enumerate(layers, -1):
+        for own, parameter in layer.named_parameters():
+            seen.add(named := walk.names(index)[own])
+            torch.testing.assert_close(parameter.grad, theirs[named].grad, rtol=1e-5, atol=1e-5)
+    assert seen == set(theirs)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_documents_in_a_sample_do_not_see_each_other(name: str) -> None:
+    # Without sdpa, too; the test above has the usual one.
+    config, ids = family(name), tokens(1, LENGTH)
+    config._attn_implementation = "eager"
+    model, walk = loud(whole_model(config)), Walk.of(config, "eager")
+    layers = build(walk)
+    load_layers(walk, layers, model)
+
+    logits = run(layers, ids, document_ids=torch.tensor([[7] * 5 + [8] * 3 + [9] * 4]))
+
+    expected = torch.cat([model(part).logits for part in ids.split([5, 3, 4], dim=1)], dim=1)
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt2", "gpt_oss", "deepseek_v3"])
+def test_layers_begin_as_transformers_initialises_them(name: str) -> None:
+    torch.manual_seed(0)
+    config = family(name)
+    model, walk = whole_model(config), Walk.of(config)
+    theirs = model.state_dict()
+    for index, layer in enumerate((part() for part in walk.layers()), -1):
+        for own, value in layer.state_dict().items():
+            expected = theirs[walk.names(index)[own]]
+            assert value.float().mean().item() == pytest.approx(expected.float().mean().item(), abs=0.05)
+            if value.numel() > 1000:
+                deviations = (each.float().std(correction=0).item() for each in (value, expected))
+                assert next(deviations) == pytest.approx(next(deviations), rel=0.2, abs=1e-7)
+
+
+def test_decoder_layers_that_compute_alike_share_a_factory() -> None:
+    windows = Walk.of(family("gemma3")).layers()
+    assert windows[1] is windows[3] is not windows[2]
+    # GPT-2 scales the attention of each layer by its number.
+    assert len(set(map(id, Walk.of(family("gpt2")).layers()))) == 5
+
+
+class Samples:
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        ids = tokens(8, LENGTH)[index]
+        return ids, ids
+
+
+def job_of(model: Any, **fields: Any) -> Job:
+    return Job.from_transformers(model, dataset=Samples(), optimizer=torch.optim.AdamW, **fields)
+
+
+def test_a_job_has_what_the_model_says(tmp_path: Path) -> None:
+    config = family("gpt_oss", tie_word_embeddings=True)
+    config.save_pretrained(tmp_path)
+    job = job_of(tmp_path, clip_norm=1.0)
+    assert job.num_layers == 5
+    assert job.tied == (((0, "embed_tokens.weight"), (4, "lm_head.weight")),)
+    assert job.clip_norm == 1.0
+    assert job.precision.keeps("block.input_layernorm")
+    assert job.precision.keeps("rotary_emb.inv_freq")
+    assert not job.precision.keeps("block.self_attn.q_proj")
+    # A token passes two of four experts.
+    assert job.layer_costs is not None
+    assert job.layer_costs[1] < sum(each.numel() for each in job.layers[1]().parameters()) * 0.7
+
+
+def test_what_cannot_be_walked_is_refused(tmp_path: Path) -> None:
+    import transformers
+
+    with refused(ConfigError):
+        job_of(tmp_path)
+    with refused(ConfigError):
+        job_of(nn.Linear(2, 2))
+    with refused(ConfigError):
+        job_of(transformers.ViTConfig())
+    quantised = family("llama")
+    quantised.quantization_config = {"quant_method": "fp8"}
+    with refused(ConfigError):
+        job_of(quantised)
