@@ -40,6 +40,7 @@ SURFACE = {
         "combined",
         "constant",
         "cosine",
+        "ema",
         "groups",
         "linear",
         "matrices",

@@ -228,6 +228,7 @@ class Job:
             `chameleon_ft.optim.cosine(...)` or any function; or `chameleon_ft.optim.scheduler(...)`, which computes
             all that a scheduler of torch sets. None: rates are those of `learning_rate`, or of the optimizer.
         clip_norm: largest global L2 norm of the gradient, which is scaled down above it. None: no clipping.
+        clip_value: largest absolute value of an element of the gradient, after `clip_norm`. None: no clipping.
         layer_costs: relative cost of running each layer, by which layers are distributed; None: all equal.
         tied: parameters that layers share: for each, the (layer, name in the layer) of all its copies. The first copy
             gives the initial value. The gradients of all copies are added, so they stay equal and are one parameter.
@@ -263,6 +264,7 @@ class Job:
     learning_rate: Callable[[int], float] | None = None
     schedule: Callable[[int], float] | Scheduler | None = None
     clip_norm: float | None = None
+    clip_value: float | None = None
     layer_costs: Sequence[float] | None = None
     tied: Sequence[Sequence[tuple[int, str]]] = ()
     weights: Weights | None = None
@@ -294,8 +296,9 @@ class Job:
         _check_schedule(self.schedule, self.learning_rate)
         _check_dataset(self.dataset)
         _check_evaluation(self.evaluation, self.metrics)
-        if self.clip_norm is not None and not _is_positive(self.clip_norm):
-            raise ConfigError(f"`clip_norm` is {self.clip_norm}: it must be positive, or None for no clipping")
+        for name in ("clip_norm", "clip_value"):
+            if (largest := getattr(self, name)) is not None and not _is_positive(largest):
+                raise ConfigError(f"`{name}` is {largest}: it must be positive, or None for no clipping")
         if self.layer_costs is not None:
             object.__setattr__(self, "layer_costs", _checked_costs(self.layer_costs, len(self.layers)))
         if self.fields and len(self.fields) != len(self.layers):

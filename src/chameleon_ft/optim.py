@@ -32,6 +32,7 @@ __all__ = [
     "combined",
     "constant",
     "cosine",
+    "ema",
     "groups",
     "linear",
     "matrices",
@@ -145,6 +146,36 @@ def combined(
     if idle := [each for each, named in chosen.items() if not named]:
         raise _chooses_none(idle[0], parameters)
     return Combined([factories[each](ModelParameters(named)) for each, named in chosen.items()])
+
+
+AVERAGE: Final = "ema"
+
+
+def ema(optimizer: torch.optim.Optimizer, decay: float) -> torch.optim.Optimizer:
+    """Have an optimizer keep an exponential moving average of each parameter, as "ema" in its state; return it.
+
+    The average begins with the parameter after its first update: average = decay * average + (1 - decay) * parameter.
+    It is part of checkpoints, from which ``load_checkpoint(run, average="ema")`` reads it, and moves with the layers.
+
+    Raises ConfigError unless 0 <= decay < 1.
+    """
+    if not 0 <= decay < 1:
+        raise ConfigError(f"ema has the decay {decay:g}: it is at least 0, and less than 1, such as 0.999")
+
+    @torch.no_grad()
+    def average(own: torch.optim.Optimizer, *_: Any) -> None:
+        for parameter in (each for group in own.param_groups for each in group["params"]):
+            # Optimizers make their own state where there is none, at the first gradient.
+            if parameter.grad is None and not own.state.get(parameter):
+                continue
+            state = own.state[parameter]
+            if AVERAGE in state:
+                state[AVERAGE].lerp_(parameter, 1 - decay)
+            else:
+                state[AVERAGE] = parameter.detach().clone()
+
+    optimizer.register_step_post_hook(average)
+    return optimizer
 
 
 def adamw(

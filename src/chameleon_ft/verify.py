@@ -476,6 +476,8 @@ class PlainLoop:
         grad_norm = nn.utils.get_total_norm(norms)
         if self._job.clip_norm is not None:
             nn.utils.clip_grads_with_norm_(self._updated, self._job.clip_norm, grad_norm)
+        if self._job.clip_value is not None:
+            nn.utils.clip_grad_value_(self._updated, self._job.clip_value)
         self._schedule(step, scheduling)
         self._optimizer.step()
         for parameter, master in self._masters.items():
@@ -587,17 +589,25 @@ def _cast_to(dtype: torch.dtype, value: Any) -> Any:
     )
 
 
-def stored_weights(checkpoints: Storage, step: int) -> dict[str, torch.Tensor]:
+def stored_weights(checkpoints: Storage, step: int, average: str = "") -> dict[str, torch.Tensor]:
     """Return the parameters, or their masters, and buffers of a checkpoint, by the names of `nn.Sequential(*layers)`.
 
-    Raises ConfigError if they cannot be read.
+    `average` names what the optimizer keeps of each parameter to return instead. Raises ConfigError if they cannot be
+    read, or no parameter has that.
     """
-    layers = range(read_mark(checkpoints, step)["layers"])
-    return {
-        f"{layer}.{name}": value
-        for layer in layers
-        for name, value in _stored_layer(checkpoints, step, layer)[0].items()
-    }
+    found = dict[str, torch.Tensor]()
+    kept = set[str]()
+    for layer in range(read_mark(checkpoints, step)["layers"]):
+        module, optimizer, _ = _stored_layer(checkpoints, step, layer)
+        kept.update(*optimizer.values())
+        averages = {name: own[average] for name, own in optimizer.items() if average in own}
+        found |= {f"{layer}.{name}": averages.get(name, value) for name, value in module.items()}
+    if average and average not in kept:
+        raise ConfigError(
+            f"the optimizer keeps no {average!r} of parameters, but {', '.join(sorted(kept)) or 'nothing'}; average "
+            "them by chameleon_ft.optim.ema"
+        )
+    return found
 
 
 def _stored_layer(

@@ -113,6 +113,24 @@ def split(parameters: Any) -> torch.optim.Optimizer:
     return FirstOnly([{"params": [p for p in parameters if p.ndim == n]} for n in (1, 2)], lr=0.1)
 
 
+def with_unit_norm(parameters: Any) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+
+    @torch.no_grad()
+    def normalise(own: torch.optim.Optimizer, *_: Any) -> None:
+        for parameter in (p for group in own.param_groups for p in group["params"]):
+            parameter /= parameter.norm()
+
+    optimizer.register_step_post_hook(normalise)
+    return optimizer
+
+
+def test_a_hook_that_needs_whole_parameters_is_refused_unless_the_job_says_so() -> None:
+    with refused(ConfigError):
+        check_optimizer(job(optimizer=with_unit_norm), device=CPU)
+    check_optimizer(job(optimizer=with_unit_norm, elementwise=False), device=CPU)
+
+
 UPDATES = itertools.count()
 
 

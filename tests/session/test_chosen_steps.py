@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from chameleon_ft import Session, load_checkpoint
-from chameleon_ft.errors import CheckpointError
+from chameleon_ft.errors import CheckpointError, ConfigError
+from tests.golden import refused
 from tests.session.test_debugging import CHANGES, job_in
 
 
@@ -16,6 +17,9 @@ from tests.session.test_debugging import CHANGES, job_in
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_weights_of_a_step_and_training_from_it(tmp_path: Path, precision: str) -> None:
     job, out = job_in(tmp_path), tmp_path / "run"
+    averaged = "lambda own: ema(torch.optim.AdamW(own, lr=lr), 0.9)"
+    text = job.read_text().replace("partial(torch.optim.AdamW, lr=lr)", averaged)
+    job.write_text(f"from chameleon_ft.optim import ema\n{text}")
     # Two holders of each layer share its optimizer state.
     layout = {"workers": 2, "parallel": {"dp": 2, "pp": 1}, "precision": precision}
     with Session(job, **{**CHANGES, **layout, "checkpoint.every": 0}, steps=4, output_dir=str(out)) as run:
@@ -28,6 +32,13 @@ def test_weights_of_a_step_and_training_from_it(tmp_path: Path, precision: str) 
     assert {value.dtype for value in found.values()} == {torch.float32}
     assert torch.equal(load_checkpoint(out)["2.bias"], newest["2.bias"])
     assert not torch.equal(found["2.bias"], newest["2.bias"])
+    averages = load_checkpoint(out, average="ema")
+    assert averages.keys() == newest.keys()
+    # It begins at the first update, and stays behind.
+    moved = {name: torch.dist(newest[name], found[name]) for name in newest}
+    assert all(0 < torch.dist(averages[name], newest[name]) < 3 * moved[name] for name in averages)
+    with refused(ConfigError):
+        load_checkpoint(out, average="median")
     with pytest.raises(CheckpointError, match="there is 4, 7"):
         load_checkpoint(out, 3)
 

@@ -29,9 +29,12 @@ from tests.worker.toy_state import LAYERS, WHOLE, held_layers, no_faults, set_gr
 CONTRIBUTIONS = 12
 
 
-def committer(held: HeldLayers, tmp_path: Path, *, clip_norm: float | None, committed: int = 0) -> Committer:
+def committer(
+    held: HeldLayers, tmp_path: Path, *, clip_norm: float | None, clip_value: float | None = None, committed: int = 0
+) -> Committer:
+    job = replace(toy_job(LAYERS), clip_norm=clip_norm, clip_value=clip_value)
     return Committer(
-        rank=toy_rank(replace(toy_job(LAYERS), clip_norm=clip_norm), faults=no_faults(tmp_path)),
+        rank=toy_rank(job, faults=no_faults(tmp_path)),
         held=held,
         buffers=GradientBuffers(held, [Segment(WHOLE, (0,))]),
         contributions=CONTRIBUTIONS,
@@ -56,11 +59,13 @@ def commit_step(
         return committer.commit(computed, context, lambda: Wishes(finish=finish))
 
 
-@pytest.mark.parametrize("clip_norm", [None, 0.3, 1e6])
-def test_a_commit_is_what_torch_does_with_the_mean_gradient(tmp_path: Path, clip_norm: float | None) -> None:
+@pytest.mark.parametrize(("clip_norm", "clip_value"), [(None, None), (0.3, 0.02), (1e6, 0.1)])
+def test_a_commit_is_what_torch_does_with_the_mean_gradient(
+    tmp_path: Path, clip_norm: float | None, clip_value: float | None
+) -> None:
     job = toy_job(LAYERS)
     ours, theirs = held_layers(job), held_layers(job)
-    commit = committer(ours, tmp_path, clip_norm=clip_norm)
+    commit = committer(ours, tmp_path, clip_norm=clip_norm, clip_value=clip_value)
     parameters = theirs.parameters(WHOLE)
     optimizer = job.optimizer(parameters)
     for step in range(3):
@@ -70,6 +75,8 @@ def test_a_commit_is_what_torch_does_with_the_mean_gradient(tmp_path: Path, clip
         for parameter in parameters:
             parameter.grad = torch.randn(parameter.shape, generator=random_numbers).to(parameter.dtype) / 6
         norm = nn.utils.clip_grad_norm_(parameters, math.inf if clip_norm is None else clip_norm)
+        if clip_value is not None:
+            nn.utils.clip_grad_value_(parameters, clip_value)
         optimizer.param_groups[0]["lr"] = 0.05 / (step + 1)
         optimizer.step()
         assert applied.grad_norm == pytest.approx(float(norm), rel=1e-6)

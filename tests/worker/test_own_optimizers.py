@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,7 +18,7 @@ from torch.optim import lr_scheduler
 from chameleon_ft.config import Batch, Health, Parallel, Recovery, RunConfig, Snapshots
 from chameleon_ft.job import Job, ModelParameters
 from chameleon_ft.models.build import build_layer
-from chameleon_ft.optim import NO_DECAY, combined, cosine, groups, matrices, scheduler, vectors
+from chameleon_ft.optim import NO_DECAY, combined, cosine, ema, groups, matrices, scheduler, vectors
 from chameleon_ft.sync import Segment
 from chameleon_ft.worker.checkpoint import CheckpointWriter, read_layer
 from chameleon_ft.worker.execution.gradients import GradientBuffers
@@ -224,6 +225,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "by its names": by_its_names,
     "Muon and others": muon_and_others,
     "Adafactor": torch.optim.Adafactor,
+    "averaged": lambda own: ema(torch.optim.AdamW(own, lr=0.1), 0.5),
     "of a flat state": partial(OfFlatState, lr=0.1),
 }
 
@@ -349,6 +351,34 @@ def test_a_schedule_scales_the_rate_of_each_group_and_depends_on_the_step_alone(
         for step in range(STEPS):
             update(held, step)
         assert_trained(held, expected)
+
+
+def test_averages_of_slices_are_those_of_torch() -> None:
+    job, owned, workers = own_job("averaged"), sharding(3, 2), 3
+    held = [HeldLayers(job, WHOLE, seed=SEED, device=CPU, owned=owned.owned_by(worker)) for worker in range(workers)]
+    model = nn.Sequential(*(build_layer(job, layer, SEED) for layer in range(LAYERS)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    averaged = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
+    for step in range(STEPS):
+        for each in held:
+            update(each, step)
+        exchange(held, owned)
+        for layer, module in enumerate(model):
+            for number, parameter in enumerate(module.parameters()):
+                parameter.grad = gradient(parameter, step, layer, number)
+        optimizer.step()
+        averaged.update_parameters(model)
+    expected = dict(averaged.module.named_parameters())
+    for layer in range(LAYERS):
+        found: dict[str, Tensor] = {}
+        for each in held:
+            for key, value in each.owned_state_of(layer).items():
+                if match := re.fullmatch(r"optimizer/(.+)\[(\d+):(\d+)\]/ema", key):
+                    whole = found.setdefault(match[1], torch.zeros_like(expected[f"{layer}.{match[1]}"]))
+                    whole.view(-1)[int(match[2]) : int(match[3])] = value.reshape(-1)
+        for name, average in found.items():
+            torch.testing.assert_close(average, expected[f"{layer}.{name}"].detach())
+        assert found.keys() == {name for name, _ in model[layer].named_parameters()}
 
 
 def with_all_habits(own: Parameters) -> torch.optim.Optimizer:

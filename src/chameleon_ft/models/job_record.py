@@ -84,6 +84,8 @@ def _settings(job: Job, config: RunConfig) -> dict[str, Fact]:
     optimizer = ModelOptimizer(job)
     groups = [optimizer.group_of(place) for place in optimizer.parameters]
     found: dict[str, Fact] = {"clip_norm": job.clip_norm, "precision": job.precision.name}
+    if job.clip_value is not None:
+        found["clip_value"] = job.clip_value
     found |= {f"argument {name}": value for name, value in job.arguments.items()}
     found["optimizer"] = type(optimizer.torch).__qualname__
     found["state of the optimizer"] = ", ".join(sorted(names_of_state(job)))

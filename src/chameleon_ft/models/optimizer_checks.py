@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from chameleon_ft.errors import ConfigError
@@ -77,6 +77,40 @@ def check_optimizer(job: Job, *, device: torch.device) -> None:
                 "tensors in state[parameter], and numbers in its groups, in its attributes or in those of an object "
                 "that a hook of it uses"
             )
+    _check_slices(whole, first)
+
+
+def _check_slices(whole: _SmallOptimizer, updated: Mapping[Place, Tensor]) -> None:
+    """Let the optimizer update halves of parameters whose slices workers may own. Raises ConfigError if that differs.
+
+    Args:
+        updated: the parameters after `_UPDATES` updates.
+    """
+    model = whole.model.anew()
+    places = [place for place, part in whole.parts.items() if part.ndim and model.is_elementwise(place)]
+
+    def halves(tensor: Tensor) -> list[Tensor]:
+        return [half.view((1,) * (tensor.ndim - 1) + (-1,)) for half in tensor.reshape(-1).chunk(2)]
+
+    def parts_of(place: Place) -> list[nn.Parameter]:
+        return [parameter_like(model.parameters[place], half) for half in halves(torch.ones_like(updated[place]))]
+
+    slices = {place: parts_of(place) for place in places}
+    model.hold((place, own) for place, parts in slices.items() for own in parts)
+    for step in range(_UPDATES):
+        for place, parts in slices.items():
+            for own, gradient in zip(parts, halves(whole.gradient(step, place)), strict=True):
+                own.grad = gradient
+        model.torch.step()
+    for place, parts in slices.items():
+        joined = torch.cat([own.detach().reshape(-1) for own in parts])
+        if not torch.allclose(joined, updated[place].reshape(-1), equal_nan=True):
+            name = type(model.torch).__name__
+            raise ConfigError(
+                f"`optimizer` returned {name}, which updates a part of a parameter differently than the whole, as a "
+                "hook may that uses shapes or norms of parameters; say so by Job(elementwise=False), so that workers "
+                "divide whole parameters only"
+            )
 
 
 class _SmallOptimizer:
@@ -100,11 +134,14 @@ class _SmallOptimizer:
 
     def update(self, step: int) -> None:
         """Update the parameters by random gradients, which depend on the step and the place."""
-        places = list(self.model.parameters)
         for place, part in self.parts.items():
-            random = torch.Generator().manual_seed(step * len(places) + places.index(place))
-            part.grad = torch.randn(part.shape, generator=random).to(part)
+            part.grad = self.gradient(step, place)
         self.model.torch.step()
+
+    def gradient(self, step: int, place: Place) -> Tensor:
+        part, places = self.parts[place], list(self.model.parameters)
+        random = torch.Generator().manual_seed(step * len(places) + places.index(place))
+        return torch.randn(part.shape, generator=random).to(part)
 
     def restore(self, other: _SmallOptimizer) -> None:
         """Take over parameters and state, as another worker or a checkpoint has it."""

@@ -353,7 +353,7 @@ class Session:
         raise RunFailedError(f"the run has failed: {reason}; its output is in {run.logs}, its state in {run.path}")
 
 
-def load_checkpoint(run: str | Path, step: NamedStep = None) -> dict[str, Tensor]:
+def load_checkpoint(run: str | Path, step: NamedStep = None, *, average: str = "") -> dict[str, Tensor]:
     """Return all weights and buffers of a checkpoint, by the names of `nn.Sequential(*layers)`, such as "3.weight".
 
     Parameters are whole, also if their holders have kept slices of them. The weights of bf16 are the masters, in
@@ -363,9 +363,11 @@ def load_checkpoint(run: str | Path, step: NamedStep = None) -> dict[str, Tensor
         run: The directory of the run, which may be live.
         step: The step with which training would resume, as `chameleon status` names it, or "best"; by default the
             newest.
+        average: "ema" for the averages of `chameleon_ft.optim.ema` in place of the parameters.
 
     Raises:
         CheckpointError: There is no such checkpoint, or it is damaged.
+        ConfigError: The optimizer keeps no averages.
     """
     from chameleon_ft.verify import stored_weights
 
@@ -379,7 +381,7 @@ def load_checkpoint(run: str | Path, step: NamedStep = None) -> dict[str, Tensor
             "checkpoint`, or set checkpoint.every"
         )
     require_complete(checkpoints, step)
-    return stored_weights(checkpoints, step)
+    return stored_weights(checkpoints, step, average)
 
 
 class Callback:

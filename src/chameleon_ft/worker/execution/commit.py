@@ -333,6 +333,8 @@ class Committer:
             self.missing = self.held.layers
         with self.buffers.without_idle():
             self.buffers.scale(clip / vote.terms)
+            if self.rank.job.clip_value is not None:
+                self.buffers.clamp(self.rank.job.clip_value)
             lr = self.held.update(self.committed)
         # After the update, which may round a flipped bit away.
         self.rank.faults.at("optimizer", self.committed)

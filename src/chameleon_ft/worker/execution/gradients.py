@@ -200,6 +200,10 @@ class GradientBuffers:
         """Return the keys of the segments that `worker` is the first holder of."""
         return [key for segment in self.segments if segment.holders[0] == worker for key in segment.keys]
 
+    def clamp(self, largest: float) -> None:
+        for flat in chain.from_iterable(self._flat.values()):
+            flat.elements.clamp_(-largest, largest)
+
     def square_sum(self, worker: int) -> float:
         """Return the squared L2 norm of the segments that `worker` is the first holder of.
 
