@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from chameleon_ft.cli.main import COMMANDS, main
 from chameleon_ft.config import BACKENDS, DEVICES, RunConfig, config_type, parse_fields
@@ -174,6 +175,29 @@ def test_the_code_on_the_page_on_optimizers_runs() -> None:
     for each in (job, replace(job, optimizer=names["adamw"])):
         check_optimizer(each, device=torch.device("cpu"))
     check_learning_rate(job)
+
+
+@pytest.mark.multiprocess
+def test_the_code_on_the_page_on_weights_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    first, session = blocks(ROOT / "docs" / "weights.md", "python")
+    Path("finetune.py").write_text(first)
+    Path("pretrained").mkdir()
+    block = {
+        "ln.weight": (16,),
+        "ln.bias": (16,),
+        "up.weight": (32, 16),
+        "gate.weight": (32, 16),
+        "down.weight": (32, 16),
+    }
+    shapes = {f"blocks.{n}.{name}": shape for n in (0, 1) for name, shape in block.items()}
+    shapes |= {"embed.weight": (16, 8), "embed.bias": (16,), "lm_head.weight": (9, 16)}
+    stored = {name: torch.randn(shape) for name, shape in shapes.items()}
+    save_file(stored, "pretrained/model.safetensors")
+    exec(session, {})
+    trained = load_file("out/model.safetensors")
+    assert trained.keys() == stored.keys() - {"lm_head.weight"} | {"classifier.weight", "classifier.bias"}
+    assert all(0 < (trained[name] - stored[name]).abs().max() < 0.1 for name in trained.keys() & stored.keys())
 
 
 def test_the_diff_in_the_readme_is_that_of_the_examples() -> None:

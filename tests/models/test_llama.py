@@ -10,21 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from chameleon_ft.config import LlamaConfig
-from chameleon_ft.errors import ConfigError
 from chameleon_ft.models.llama import (
     Block,
     Embedding,
     Head,
-    from_hugging_face,
     layer_flops,
     llama_layers,
     next_token_loss,
     num_parameters,
     tied_parameters,
-    to_hugging_face,
 )
-from tests.golden import refused
-from tests.models.transformers_llama import transformers_llama
+from tests.models.transformers_llama import names_of, transformers_llama
 
 GROUPED = LlamaConfig(vocab_size=97, dim=48, num_layers=3, num_heads=6, num_kv_heads=2, ffn_dim=80, seq_len=24)
 TIED = GROUPED.model_copy(update={"tie_embeddings": True})
@@ -43,7 +39,7 @@ def reference_model(config: LlamaConfig) -> Any:
 def load_layers(config: LlamaConfig, model: Any) -> list[nn.Module]:
     layers = [factory() for factory in llama_layers(config)]
     for index, layer in enumerate(layers):
-        layer.load_state_dict(from_hugging_face(model.state_dict(), index, config.num_layers))
+        layer.load_state_dict({ours: model.state_dict()[theirs] for ours, theirs in names_of(config)[index].items()})
     return layers
 
 
@@ -79,10 +75,8 @@ def test_logits_and_gradients_are_those_of_transformers(config: LlamaConfig) -> 
     model = reference_model(config)
     layers = load_layers(config, model)
     run_both(config, layers, model)
-    ours = to_hugging_face(
-        {index: {name: _gradient(p) for name, p in layer.named_parameters()} for index, layer in enumerate(layers)},
-        config.num_layers,
-    )
+    named = zip(names_of(config), layers, strict=True)
+    ours = {names[name]: _gradient(p) for names, layer in named for name, p in layer.named_parameters()}
     theirs = {name: _gradient(p) for name, p in model.named_parameters()}
     assert ours.keys() == theirs.keys()
     for name, gradient in theirs.items():
@@ -100,15 +94,6 @@ def test_a_tied_model_is_that_of_transformers_with_tied_embeddings() -> None:
     assert num_parameters(TIED) == sum(p.numel() for p in model.parameters())
 
 
-def test_a_head_that_was_saved_tied_is_the_embedding() -> None:
-    model = reference_model(TIED)
-    saved = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
-
-    head = from_hugging_face(saved, TIED.num_layers + 1, TIED.num_layers)
-
-    assert torch.equal(head["output.weight"], model.model.embed_tokens.weight)
-
-
 def _gradient(parameter: Tensor) -> Tensor:
     assert parameter.grad is not None
     return parameter.grad
@@ -119,28 +104,6 @@ def test_a_shorter_input_has_the_same_logits_as_the_start_of_a_longer_one() -> N
     ids = random_tokens(GROUPED, 2, GROUPED.seq_len)
 
     torch.testing.assert_close(run(layers, ids[:, :7]), run(layers, ids)[:, :7], rtol=1e-5, atol=1e-6)
-
-
-def test_weights_go_to_transformers_names_and_back() -> None:
-    states = {index: factory().state_dict() for index, factory in enumerate(llama_layers(GROUPED))}
-    exported = to_hugging_face(states, GROUPED.num_layers)
-
-    assert exported.keys() == reference_model(GROUPED).state_dict().keys()
-    for index, state in states.items():
-        back = from_hugging_face(exported, index, GROUPED.num_layers)
-        assert back.keys() == state.keys()
-        assert all(torch.equal(back[name], tensor) for name, tensor in state.items())
-
-
-def test_weights_of_another_shape_are_refused_with_the_missing_names() -> None:
-    state = to_hugging_face({0: Embedding(GROUPED).state_dict()}, GROUPED.num_layers)
-
-    with refused(ConfigError):
-        from_hugging_face(state, 4, GROUPED.num_layers)
-    with refused(ConfigError):
-        from_hugging_face(state, 5, GROUPED.num_layers)
-    with refused(ConfigError):
-        to_hugging_face({1: Embedding(GROUPED).state_dict()}, GROUPED.num_layers)
 
 
 def test_the_loss_is_a_sum_in_float32() -> None:

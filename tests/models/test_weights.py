@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from chameleon_ft import ConfigError, Job, Pieces, Weights
 from chameleon_ft.job import Precision
 from chameleon_ft.models.build import build_layer, initial_layer
-from chameleon_ft.models.llama import _names, llama_layers
+from chameleon_ft.models.llama import llama_layers, llama_weights
 from chameleon_ft.models.weights import check_weights
 from chameleon_ft.worker.execution.layers import HeldLayers
 from tests.golden import refused
@@ -24,13 +24,12 @@ from tests.models.jobs import CONFIG, Zeros, make_job
 from tests.models.transformers_llama import transformers_llama
 
 SEED, CPU = 3, torch.device("cpu")
-NAMES = [_names(layer, CONFIG.num_layers) for layer in range(CONFIG.num_layers + 2)]
 
 
 def llama(path: Path | None, *, is_tied: bool = False, **fields: Any) -> Job:
     tied = [[(0, "tokens.weight"), (CONFIG.num_layers + 1, "output.weight")]] if is_tied else []
     layers = llama_layers(CONFIG.model_copy(update={"dropout": 0.0}))
-    return make_job(layers, Zeros(8, dtype=torch.int64), tied=tied, weights=Weights(path, NAMES), **fields)
+    return make_job(layers, Zeros(8, dtype=torch.int64), tied=tied, weights=llama_weights(CONFIG, path), **fields)
 
 
 @pytest.fixture(params=[False, True], ids=["apart", "tied"])
@@ -55,7 +54,7 @@ def test_layers_have_the_weights_of_a_model_of_transformers(pretrained: tuple[An
 def test_masters_have_the_bits_of_the_files_and_other_types_are_cast(tmp_path: Path) -> None:
     model = transformers_llama(CONFIG)
     model.save_pretrained(tmp_path)
-    name, stored = "attention_norm.weight", dict(model.state_dict())[NAMES[1]["attention_norm.weight"]]
+    name, stored = "attention_norm.weight", dict(model.state_dict())["model.layers.0.input_layernorm.weight"]
     held = HeldLayers(llama(tmp_path, precision=Precision("bf16")), [1], seed=SEED, device=CPU)
     assert torch.equal(held.state_of(1)[f"module/{name}"], stored)
     assert torch.equal(held.compared_state_of(1)[f"derived/{name}"], stored.to(torch.bfloat16))

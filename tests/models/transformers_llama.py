@@ -7,6 +7,12 @@ from typing import Any
 import pytest
 
 from chameleon_ft.config import LlamaConfig
+from chameleon_ft.models.llama import llama_weights
+
+
+def names_of(config: LlamaConfig) -> list[dict[str, str]]:
+    """The names of each layer's parameters, and those of transformers."""
+    return [{ours: str(theirs) for ours, theirs in names.items()} for names in llama_weights(config).names or ()]
 
 
 def transformers_llama(config: LlamaConfig) -> Any:

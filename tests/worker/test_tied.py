@@ -15,14 +15,13 @@ from chameleon_ft.data import SampleOrder
 from chameleon_ft.data.samples import load_micro_batch
 from chameleon_ft.job import load_job
 from chameleon_ft.models.build import build_layer
-from chameleon_ft.models.llama import to_hugging_face
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.sync import Segment
 from chameleon_ft.worker.checkpoint import read_layer
 from chameleon_ft.worker.execution.gradients import GradientBuffers
 from chameleon_ft.worker.execution.layers import HeldLayer, HeldLayers
 from tests.harness import Ended, assert_trained_as_if_nothing_failed, fails, resume_here, small_config, train_here
-from tests.models.transformers_llama import transformers_llama
+from tests.models.transformers_llama import names_of, transformers_llama
 from tests.worker.toy import IDS, SEED, WIDTH, toy_job
 
 CPU = torch.device("cpu")
@@ -136,7 +135,8 @@ def losses_of_transformers(config: TrainConfig) -> list[float]:
     job, shape = load_job(config.job, config), config.model
     model = transformers_llama(shape)
     states = {layer: build_layer(job, layer, config.seed).state_dict() for layer in range(job.num_layers)}
-    model.load_state_dict(to_hugging_face(states, shape.num_layers))
+    names = names_of(shape)
+    model.load_state_dict({names[n][name]: each for n, state in states.items() for name, each in state.items()})
     model.train()
     assert model.lm_head.weight is model.model.embed_tokens.weight
     optimizer, order = job.optimizer(list(model.parameters())), SampleOrder(len(job.dataset), config.seed)

@@ -49,6 +49,7 @@ _GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
         "explain": "Show each decision: the candidates, the reason and the outcome.",
         "report": "Compare the measured steps with the predicted ones.",
         "verify": "Repeat it in one plain PyTorch loop and compare the losses.",
+        "export": "Write the weights of a checkpoint as safetensors, or for torch.",
     },
     "act on a live run": {
         "checkpoint": "Write a checkpoint now, or keep one.",

@@ -2,14 +2,16 @@
 
 Grouped-query attention with rotary positions, root-mean-square norms and SwiGLU feed-forward, all without biases; the
 head may be tied to the embedding (`tied_parameters`). Parameters correspond one to one to those of transformers'
-``LlamaForCausalLM``, from and to whose names weights are converted. The job of `chameleon train` is a Llama on tokens.
+``LlamaForCausalLM``, whose names they have in files of weights. The job of `chameleon train` is a Llama on tokens.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,10 +21,10 @@ from torch.nn import functional
 from chameleon_ft.data.corpus import load_sources
 from chameleon_ft.data.mixture import Mixture
 from chameleon_ft.data.samples import TokenWindows
-from chameleon_ft.errors import ConfigError
 from chameleon_ft.job import Job
 from chameleon_ft.models.recomputation import recomputable
 from chameleon_ft.optim import adamw, warmup_cosine
+from chameleon_ft.weights import Weights
 
 if TYPE_CHECKING:
     from chameleon_ft.config import LlamaConfig, TrainConfig
@@ -244,6 +246,7 @@ def llama_job(config: TrainConfig) -> Job:
         clip_norm=optimizer.clip_norm or None,
         layer_costs=layer_flops(config.model),
         tied=tied_parameters(config.model),
+        weights=llama_weights(config.model),
     )
 
 
@@ -269,50 +272,28 @@ _BLOCK = {
 _HEAD = {"norm.weight": "model.norm.weight", "output.weight": "lm_head.weight"}
 
 
-def to_hugging_face(layer_states: Mapping[int, Mapping[str, Tensor]], num_blocks: int) -> dict[str, Tensor]:
-    """Convert state dicts of layers, by layer number, to (part of) one of ``LlamaForCausalLM``; tensors are shared.
-
-    Raises:
-        ConfigError: a layer is not one of a Llama with `num_blocks` blocks.
-    """
-    exported = {}
-    for layer, state in layer_states.items():
-        names = _names(layer, num_blocks)
-        _require_same(set(names), set(state), f"layer {layer} of a Llama with {num_blocks} blocks")
-        exported.update({names[name]: tensor for name, tensor in state.items()})
-    return exported
+def llama_weights(config: LlamaConfig, path: str | Path | None = None) -> Weights:
+    """Return the names of the parameters in ``LlamaForCausalLM``, and files of that to read, if any."""
+    blocks = [
+        {ours: f"model.layers.{layer}.{theirs}" for ours, theirs in _BLOCK.items()}
+        for layer in range(config.num_layers)
+    ]
+    return Weights(path, [_EMBEDDING, *blocks, _HEAD], save_config=partial(_save_config, config))
 
 
-def from_hugging_face(state: Mapping[str, Tensor], layer: int, num_blocks: int) -> dict[str, Tensor]:
-    """Return the state dict of one layer from that of a whole ``LlamaForCausalLM``; tensors are shared.
-
-    Raises:
-        ConfigError: `state` lacks a tensor of the layer.
-    """
-    names = _names(layer, num_blocks)
-    if layer == num_blocks + 1 and _HEAD["output.weight"] not in state:
-        # The state dict omits a tied head.
-        names = {**names, "output.weight": _EMBEDDING["tokens.weight"]}
-    _require_same(set(names.values()), set(names.values()) & set(state), f"the weights for layer {layer}")
-    return {name: state[theirs] for name, theirs in names.items()}
-
-
-def _names(layer: int, num_blocks: int) -> dict[str, str]:
-    """Return our name -> their name for the parameters of one layer."""
-    if not 0 <= layer < num_blocks + 2:
-        raise ConfigError(
-            f"there is no layer {layer} in a Llama with {num_blocks} blocks: it has {num_blocks + 2} layers"
-        )
-    if layer == 0:
-        return _EMBEDDING
-    if layer == num_blocks + 1:
-        return _HEAD
-    return {ours: f"model.layers.{layer - 1}.{theirs}" for ours, theirs in _BLOCK.items()}
-
-
-def _require_same(expected: set[str], found: set[str], source: str) -> None:
-    if expected != found:
-        raise ConfigError(
-            f"{source}: missing {sorted(expected - found) or 'nothing'}, "
-            f"unexpected {sorted(found - expected) or 'nothing'}; give the weights of a Llama of the same shape"
-        )
+def _save_config(config: LlamaConfig, folder: Path) -> None:
+    content = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.dim,
+        "intermediate_size": config.ffn_dim,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "max_position_embeddings": config.seq_len,
+        "rms_norm_eps": config.norm_eps,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "tie_word_embeddings": config.tie_embeddings,
+    }
+    (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

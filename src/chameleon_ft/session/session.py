@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from chameleon_ft.job import Job
+    from chameleon_ft.session.export import Export, ExportFormat, ExportType
 
 _POLL_S: Final = 0.05
 _RAY: Final = "ray://"
@@ -339,6 +340,23 @@ class Session:
             CheckpointError: There is no checkpoint.
         """
         return load_checkpoint(self._watcher.run.path)
+
+    def export(
+        self,
+        to: str | Path,
+        *,
+        step: int | None = None,
+        form: ExportFormat = "safetensors",
+        dtype: ExportType | None = None,
+    ) -> Export:
+        """Write the weights of a checkpoint, by default the newest, into a new folder, as `chameleon export` does.
+
+        Raises:
+            CheckpointError: There is no such checkpoint, or it is damaged.
+        """
+        from chameleon_ft.session.export import export_weights
+
+        return export_weights(self._watcher.run, Path(to), step=step, form=form, dtype=dtype)
 
     def _raise_failure(self) -> None:
         """Raise the error that has ended the run, once."""

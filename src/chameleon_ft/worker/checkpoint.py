@@ -144,7 +144,7 @@ class CheckpointWriter:
 def _write_part(checkpoints: Storage, step: int, part: str, state: LayerState) -> str:
     """Write a layer, or a slice of one, and its checksums; return its seal."""
     with checkpoints.writing(part) as draft:
-        with _single_process():
+        with single_process():
             save(dict(state), storage_writer=FileSystemWriter(draft), no_dist=True)
         tensors = {key: layer_checksums({key: each}, _CPU) for key, each in _tensors_of(state).items()}
         return seal_layer(draft, tensors, part=part, run=checkpoints.run_of(step) or "")
@@ -208,7 +208,7 @@ def _load(path: Path, only: str | None = None) -> dict[str, Any]:
         for key, entry in stored.items()
         if only in (None, key)
     }
-    with _single_process():
+    with single_process():
         load(state, storage_reader=reader, no_dist=True)
     return state
 
@@ -252,7 +252,7 @@ def _describe(error: BaseException) -> str:
 
 
 @contextmanager
-def _single_process() -> Iterator[None]:
+def single_process() -> Iterator[None]:
     """Silence torch's warning about the missing process group, which is intended."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)

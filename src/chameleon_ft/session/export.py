@@ -1,0 +1,189 @@
+"""The weights of a checkpoint in files of other programs, under the names that the job gives them.
+
+A checkpoint has the layers one by one, so they are written as they are read: of safetensors, only as much as one file
+gets is in memory at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal, TypeAlias, get_args
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from chameleon_ft.errors import CheckpointError, ConfigError
+from chameleon_ft.job import Job, load_job
+from chameleon_ft.storage.checkpoints import read_mark, require_complete, sound_checkpoint
+from chameleon_ft.storage.files import RunDirectory
+from chameleon_ft.storage.stores import Directory, Storage, checkpoint_storage
+from chameleon_ft.weights import INDEX, SINGLE, names_of, views_of
+from chameleon_ft.worker.checkpoint import read_layer, single_process
+from chameleon_ft.worker.inspection import users_errors
+
+ExportFormat: TypeAlias = Literal["safetensors", "dcp", "state_dict"]
+ExportType: TypeAlias = Literal["float32", "bfloat16", "float16"]
+
+STATE_DICT: Final = "pytorch_model.bin"
+_FILE_BYTES: Final = 5 << 30
+_STATE: Final = "module/"
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """A written folder, with the weights with which training would resume at `step`."""
+
+    folder: Path
+    step: int
+    tensors: int
+    num_bytes: int
+
+
+def export_weights(
+    run: RunDirectory,
+    to: Path,
+    *,
+    step: int | None = None,
+    form: ExportFormat = "safetensors",
+    dtype: ExportType | None = None,
+    file_bytes: int = _FILE_BYTES,
+) -> Export:
+    """Write the weights of a checkpoint into a new folder, which appears once it is complete.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or it is damaged.
+        ConfigError: the folder is not empty, or the job has no names for what the checkpoint has.
+    """
+    for name, value, known in (("format", form, get_args(ExportFormat)), ("dtype", dtype, get_args(ExportType))):
+        if value is not None and value not in known:
+            raise ConfigError.unknown_name(f"{name} of an export", value, known)
+    to = to.absolute()
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        raise ConfigError(f"{to}: exists already; name a new folder for the export")
+    config = run.config()
+    checkpoints = checkpoint_storage(config, run)
+    if step is None and (step := sound_checkpoint(checkpoints)[0]) is None:
+        raise CheckpointError(
+            f"{run.path}: there is no complete checkpoint; have one written while the run is live by `chameleon "
+            "checkpoint`, or set checkpoint.every"
+        )
+    require_complete(checkpoints, step)
+    with users_errors(config):
+        job = load_job(config.job, config)
+    count = Counted(None if dtype is None else getattr(torch, dtype))
+    tensors = count.of(stored_tensors(job, checkpoints, step))
+    try:
+        to.parent.mkdir(parents=True, exist_ok=True)
+        with Directory(to.parent).writing(to.name) as draft:
+            draft.mkdir()
+            if form == "safetensors":
+                write_safetensors(tensors, draft, file_bytes=file_bytes)
+            elif form == "dcp":
+                with single_process():
+                    save(dict(tensors), storage_writer=FileSystemWriter(draft), no_dist=True)
+            else:
+                torch.save(dict(tensors), draft / STATE_DICT)
+            if job.weights is not None and job.weights.save_config is not None:
+                with users_errors(config):
+                    job.weights.save_config(draft)
+            _sync(draft)
+    except OSError as error:
+        raise ConfigError(f"{to}: cannot be written ({error.strerror}); name another folder") from None
+    return Export(to, step, count.tensors, count.num_bytes)
+
+
+@dataclass
+class Counted:
+    """Casts tensors on their way, and counts them."""
+
+    dtype: torch.dtype | None
+    tensors: int = 0
+    num_bytes: int = 0
+
+    def of(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in tensors:
+            made = tensor.to(self.dtype) if self.dtype is not None and tensor.is_floating_point() else tensor
+            self.tensors, self.num_bytes = self.tensors + 1, self.num_bytes + made.nbytes
+            yield name, made
+
+
+def stored_tensors(job: Job, checkpoints: Storage, step: int) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters, or their masters, and the buffers of a checkpoint, by their names in files, layer by layer.
+
+    Raises ConfigError if the job has no name for one, or CheckpointError.
+    """
+    num_layers = read_mark(checkpoints, step)["layers"]
+    if num_layers != job.num_layers:
+        raise ConfigError(
+            f"the checkpoint of step {step} has {num_layers} layers, and the job has {job.num_layers} now: export with "
+            "the job that wrote it"
+        )
+    written = set[str]()
+    for layer in range(num_layers):
+        state = read_layer(checkpoints, step, layer)
+        tensors = {key.removeprefix(_STATE): each for key, each in state.items() if key.startswith(_STATE)}
+        if lacking := sorted(_named(job, layer) - tensors.keys()):
+            raise ConfigError(
+                f"layer {layer} of the checkpoint of step {step} has no {lacking[0]!r}, which `weights` names: export "
+                "with the job that wrote it"
+            )
+        for own, tensor in tensors.items():
+            # Buffers may have no name, and a parameter that is used in two places has one.
+            stored = job.stored_as(layer, own) if isinstance(tensor, Tensor) else None
+            if stored is None:
+                continue
+            for name, view in zip(names_of(stored), views_of(stored, tensor), strict=True):
+                # Tied parameters, which are equal, have one name.
+                if name not in written:
+                    written.add(name)
+                    yield name, view.contiguous()
+
+
+def _named(job: Job, layer: int) -> set[str]:
+    names = None if job.weights is None else job.weights.names
+    return set() if names is None else names[layer].keys() - job.tied_in(layer)
+
+
+def write_safetensors(tensors: Iterable[tuple[str, Tensor]], folder: Path, *, file_bytes: int) -> None:
+    """Write one file, or several with an index, each of at most so many bytes unless one tensor has more."""
+    files = list[list[str]]()
+    pending = dict[str, Tensor]()
+    total = 0
+
+    def flush() -> None:
+        save_file(pending, folder / f"{len(files)}", metadata={"format": "pt"})
+        files.append([*pending])
+        pending.clear()
+
+    for name, tensor in tensors:
+        if pending and sum(each.nbytes for each in pending.values()) + tensor.nbytes > file_bytes:
+            flush()
+        pending[name] = tensor
+        total += tensor.nbytes
+    flush()
+    if len(files) == 1:
+        (folder / "0").rename(folder / SINGLE)
+        return
+    index = dict[str, str]()
+    for number, names in enumerate(files):
+        file = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
+        (folder / f"{number}").rename(folder / file)
+        index |= dict.fromkeys(names, file)
+    content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(index.items()))}
+    (folder / INDEX).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _sync(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,107 @@
+"""Runs that begin with the weights of a model of transformers, and whose weights go back there."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from chameleon_ft import ConfigError, Job, load_checkpoint
+from chameleon_ft.cli import main
+from chameleon_ft.config import Batch, Checkpoint, Failure, LlamaConfig, Parallel, Recovery, RunConfig
+from chameleon_ft.models.llama import llama_layers, llama_weights, next_token_loss, tied_parameters
+from chameleon_ft.session.export import STATE_DICT, export_weights
+from chameleon_ft.weights import INDEX
+from tests.golden import refused
+from tests.harness import PATIENT, Ended, assert_as_the_plain_loop, fails, train_here
+from tests.models.transformers_llama import names_of, transformers_llama
+
+MODEL = LlamaConfig(
+    vocab_size=64, dim=32, num_layers=3, num_heads=2, num_kv_heads=1, ffn_dim=48, seq_len=16, tie_embeddings=True
+)
+
+
+class Same:
+    """One sample under every number, so that a step does not depend on those before."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        ids = torch.arange(17) * 7 % 64
+        return ids[:-1], ids[1:]
+
+
+def job(weights: str = "") -> Job:
+    """The job that the runs of this file name."""
+    return Job(
+        layers=llama_layers(MODEL),
+        loss=next_token_loss,
+        loss_terms=Tensor.numel,
+        dataset=Same(),
+        optimizer=partial(torch.optim.SGD, lr=0.5),
+        tied=tied_parameters(MODEL),
+        weights=llama_weights(MODEL, weights),
+    )
+
+
+def train(weights: Path, out: Path, *, steps: int, failures: tuple[Failure, ...] = (), **changes: Any) -> Ended:
+    config = RunConfig(
+        job=f"{__file__}:job",
+        job_arguments={"weights": str(weights)},
+        workers=4,
+        parallel=Parallel(dp=2, pp=2, optimizer_redundancy=1),
+        batch=Batch(micro_batches=4, micro_batch_size=2),
+        steps=steps,
+        precision="bf16",
+        checkpoint=Checkpoint(every=3, keep=3),
+        recovery=Recovery(policy="reroute"),
+        timeouts=PATIENT,
+        failures=failures,
+        **changes,
+    )
+    ended = train_here(config, out)
+    assert ended.code == 0, ended.summary["reason"]
+    return ended
+
+
+@pytest.mark.multiprocess
+def test_weights_come_from_transformers_and_go_back_as_they_were_trained(tmp_path: Path) -> None:
+    """Through the loss of a worker, with slices of float32 masters on the others; a run goes on from an export."""
+    transformers_llama(MODEL).save_pretrained(tmp_path / "model")
+    ended = train(tmp_path / "model", tmp_path / "run", steps=5, failures=(fails(1, step=2),))
+    assert ended.lost == {1}
+    assert_as_the_plain_loop(ended)
+
+    export_weights(ended.run, tmp_path / "export", step=3, file_bytes=1 << 13)
+    assert (tmp_path / "export" / INDEX).is_file()
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM.from_pretrained(tmp_path / "export")
+    theirs, trained = model.state_dict(), load_checkpoint(ended.run.path, 3)
+    named = {f"{n}.{ours}": name for n, names in enumerate(names_of(MODEL)) for ours, name in names.items()}
+    assert trained.keys() == named.keys()
+    assert all(torch.equal(trained[ours], theirs[name]) for ours, name in named.items())
+
+    again = train(tmp_path / "export", tmp_path / "again", steps=2)
+    losses, after = ({each.step: each.loss for each in one.run.steps()} for one in (ended, again))
+    assert after == {step - 3: loss for step, loss in losses.items() if step >= 3}
+
+    assert main(["export", str(ended.run.path), "--to", str(tmp_path / "dcp"), "--format", "dcp"]) == 0
+    dcp_to_torch_save(tmp_path / "dcp", tmp_path / "dcp.pt")
+    newest = load_checkpoint(ended.run.path)
+    stored = torch.load(tmp_path / "dcp.pt")
+    assert stored.keys() == set(named.values()) - {"lm_head.weight"}
+    assert all(torch.equal(newest[ours], stored[name]) for ours, name in named.items() if name in stored)
+    made = export_weights(ended.run, tmp_path / "plain", form="state_dict", dtype="bfloat16")
+    halves = torch.load(tmp_path / "plain" / STATE_DICT)
+    assert (made.step, made.tensors) == (5, len(stored))
+    assert all(torch.equal(halves[name], each.bfloat16()) for name, each in stored.items())
+    with refused(ConfigError):
+        export_weights(ended.run, tmp_path / "plain")
+    assert not [*tmp_path.glob(".*")]
