@@ -209,6 +209,17 @@ def parse_with_flags(
     return own(**own_values), given
 
 
+def named_checkpoint(flag: str, text: str | None) -> NamedStep:
+    """Return the checkpoint that the value of a flag names. Raises ConfigError unless it is a step, or best."""
+    if text == "best":
+        return "best"
+    if text is None:
+        return None
+    if not text.isdecimal():
+        raise ConfigError(f"{flag} {text}: should be the step of a checkpoint, or best")
+    return int(text)
+
+
 @dataclass(frozen=True, kw_only=True)
 class StartArguments:
     """Arguments of all commands that start a run."""
@@ -237,13 +248,7 @@ class StartArguments:
 
     def request(self, flags: Mapping[str, Any]) -> RunRequest:
         """Return the run that is asked for."""
-        step: NamedStep = None
-        if self.from_step == "best":
-            step = "best"
-        elif self.from_step is not None:
-            if not self.from_step.isdecimal():
-                raise ConfigError(f"--from-step {self.from_step}: should be the step of a checkpoint, or best")
-            step = int(self.from_step)
+        step = named_checkpoint("--from-step", self.from_step)
         return RunRequest(file=self.config, changes=flags, resume=self.resume, fork=self.fork, from_step=step)
 
 

@@ -23,10 +23,13 @@ from chameleon_ft.config import (
     parse_fields,
     read_toml,
 )
-from chameleon_ft.errors import ConfigError
+from chameleon_ft.errors import CheckpointError, ConfigError
 from chameleon_ft.protocol.address import address_of_host, tls_context
+from chameleon_ft.storage.checkpoints import named_step, require_complete, sound_checkpoint
+from chameleon_ft.storage.files import RunDirectory
 from chameleon_ft.storage.plans import read_start_plan
 from chameleon_ft.storage.profiles import costs_of_run, profile_of_run
+from chameleon_ft.storage.stores import Storage, checkpoint_storage
 
 NamedStep: TypeAlias = 'int | Literal["best"] | None'
 """A checkpoint as a user names it; see `named_step` of `storage.checkpoints`."""
@@ -234,3 +237,20 @@ def prepare_data_of(config: RunConfig, *, may_differ: bool = False) -> None:
         if may_differ:
             check_data(config)
         prepare_data(config, config.output_dir, may_differ=may_differ)
+
+
+def checkpoint_of(run: RunDirectory, named: NamedStep) -> tuple[Storage, int]:
+    """Return the place of a run's checkpoints, and the step of the one that is named, or of the newest.
+
+    Raises CheckpointError if there is none, or it is visibly damaged.
+    """
+    config = run.config()
+    checkpoints = checkpoint_storage(config, run)
+    step = named_step(checkpoints, named, criterion=config.checkpoint.keep_best)
+    if step is None and (step := sound_checkpoint(checkpoints)[0]) is None:
+        raise CheckpointError(
+            f"{run.path}: there is no complete checkpoint; have one written while the run is live by `chameleon "
+            "checkpoint`, or set checkpoint.every"
+        )
+    require_complete(checkpoints, step)
+    return checkpoints, step

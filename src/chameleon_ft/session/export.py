@@ -19,11 +19,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from chameleon_ft.errors import CheckpointError, ConfigError
+from chameleon_ft.errors import ConfigError
 from chameleon_ft.job import Job, load_job
-from chameleon_ft.storage.checkpoints import read_mark, require_complete, sound_checkpoint
+from chameleon_ft.session.configuration import NamedStep, checkpoint_of
+from chameleon_ft.storage.checkpoints import read_mark
 from chameleon_ft.storage.files import RunDirectory
-from chameleon_ft.storage.stores import Directory, Storage, checkpoint_storage
+from chameleon_ft.storage.stores import Directory, Storage
 from chameleon_ft.weights import INDEX, SINGLE, names_of, views_of
 from chameleon_ft.worker.checkpoint import read_layer, single_process
 from chameleon_ft.worker.inspection import users_errors
@@ -50,7 +51,7 @@ def export_weights(
     run: RunDirectory,
     to: Path,
     *,
-    step: int | None = None,
+    step: NamedStep = None,
     form: ExportFormat = "safetensors",
     dtype: ExportType | None = None,
     file_bytes: int = _FILE_BYTES,
@@ -68,17 +69,11 @@ def export_weights(
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise ConfigError(f"{to}: exists already; name a new folder for the export")
     config = run.config()
-    checkpoints = checkpoint_storage(config, run)
-    if step is None and (step := sound_checkpoint(checkpoints)[0]) is None:
-        raise CheckpointError(
-            f"{run.path}: there is no complete checkpoint; have one written while the run is live by `chameleon "
-            "checkpoint`, or set checkpoint.every"
-        )
-    require_complete(checkpoints, step)
+    checkpoints, number = checkpoint_of(run, step)
     with users_errors(config):
         job = load_job(config.job, config)
     count = Counted(None if dtype is None else getattr(torch, dtype))
-    tensors = count.of(stored_tensors(job, checkpoints, step))
+    tensors = count.of(stored_tensors(job, checkpoints, number))
     try:
         to.parent.mkdir(parents=True, exist_ok=True)
         with Directory(to.parent).writing(to.name) as draft:
@@ -96,7 +91,7 @@ def export_weights(
             _sync(draft)
     except OSError as error:
         raise ConfigError(f"{to}: cannot be written ({error.strerror}); name another folder") from None
-    return Export(to, step, count.tensors, count.num_bytes)
+    return Export(to, number, count.tensors, count.num_bytes)
 
 
 @dataclass

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeAlias
 
 from chameleon_ft.config import FailureKind, FailurePhase, RunConfig
-from chameleon_ft.errors import CheckpointError, ConfigError, ControlError, RunFailedError
+from chameleon_ft.errors import ConfigError, ControlError, RunFailedError
 from chameleon_ft.events.base import Event
 from chameleon_ft.events.kinds import CheckpointComplete
 from chameleon_ft.events.lines import Record
@@ -27,12 +27,10 @@ from chameleon_ft.events.records import Evaluation, FailureRecord, RunStatus, St
 from chameleon_ft.job_arguments import as_setting
 from chameleon_ft.report.follower import RunWatcher
 from chameleon_ft.report.view import RunReport
-from chameleon_ft.session.configuration import AUTO, NamedStep, RunRequest
+from chameleon_ft.session.configuration import AUTO, NamedStep, RunRequest, checkpoint_of
 from chameleon_ft.session.joining import WatchRequest
 from chameleon_ft.session.process import LAUNCHED, Launch, RunProcess
-from chameleon_ft.storage.checkpoints import named_step, require_complete, sound_checkpoint
 from chameleon_ft.storage.files import RunDirectory
-from chameleon_ft.storage.stores import checkpoint_storage
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -345,7 +343,7 @@ class Session:
         self,
         to: str | Path,
         *,
-        step: int | None = None,
+        step: NamedStep = None,
         form: ExportFormat = "safetensors",
         dtype: ExportType | None = None,
     ) -> Export:
@@ -389,17 +387,7 @@ def load_checkpoint(run: str | Path, step: NamedStep = None, *, average: str = "
     """
     from chameleon_ft.verify import stored_weights
 
-    directory = RunDirectory.open(Path(run))
-    config = directory.config()
-    checkpoints = checkpoint_storage(config, directory)
-    step = named_step(checkpoints, step, criterion=config.checkpoint.keep_best)
-    if step is None and (step := sound_checkpoint(checkpoints)[0]) is None:
-        raise CheckpointError(
-            f"{directory.path}: there is no complete checkpoint; have one written while the run is live by `chameleon "
-            "checkpoint`, or set checkpoint.every"
-        )
-    require_complete(checkpoints, step)
-    return stored_weights(checkpoints, step, average)
+    return stored_weights(*checkpoint_of(RunDirectory.open(Path(run)), step), average)
 
 
 class Callback:

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from typing_extensions import Doc
 
-from chameleon_ft.cli.arguments import OptionalInt, RunPath, parse_arguments
+from chameleon_ft.cli.arguments import RunPath, named_checkpoint, parse_arguments
 from chameleon_ft.quantities import data_size
 from chameleon_ft.storage.files import RunDirectory
 
@@ -25,8 +25,9 @@ class ExportArguments:
     """Run directory."""
     to: Path
     """Folder to write, which appears once it is complete."""
-    step: OptionalInt = None
-    """Export the checkpoint of this step; by default the newest."""
+    step: Annotated[
+        str | None, "STEP|best", Doc("Export the checkpoint of this step, or the best one; by default the newest.")
+    ] = None
     format: Annotated[
         Literal["safetensors", "dcp", "state_dict"],
         Doc(
@@ -45,6 +46,7 @@ def main(arguments: Sequence[str]) -> int:
     # Imported here, because --help must not wait for torch.
     from chameleon_ft.session.export import export_weights
 
-    made = export_weights(run, given.to, step=given.step, form=given.format, dtype=given.dtype)
+    step = named_checkpoint("--step", given.step)
+    made = export_weights(run, given.to, step=step, form=given.format, dtype=given.dtype)
     print(f"step {made.step}: {made.tensors} tensors, {data_size(made.num_bytes)}, in {made.folder}")
     return 0
