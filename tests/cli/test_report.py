@@ -63,6 +63,26 @@ def test_one_step_is_printed_alone_and_proves_little(
     assert "generation 1," not in capsys.readouterr().out
 
 
+def test_evaluations_are_reported_the_newest_and_the_best(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    losses = [3.0, 1.0, *(2.0 + step for step in range(11))]
+    fields = {"samples": 1, "terms": 1.0, "seconds": 0.1, "generation": 1}
+    events = [
+        {"event": "evaluation", "time": float(step), "step": step, "loss": loss, "metrics": {"accuracy": 0.5}, **fields}
+        for step, loss in enumerate(losses)
+    ]
+    run.events_file.write_text("".join(f"{json.dumps(each)}\n" for each in events))
+    assert main(["report", str(run.path)]) == 0
+    printed = capsys.readouterr().out.partition("evaluations, without 2 earlier ones")[2]
+    best = next(line for line in printed.splitlines() if "least loss" in line)
+    assert best.split()[1:6] == ["after", "step", "1", "|", "1"]
+    assert "after step 2 " not in printed
+    assert "after step 12 |   12 |      0.5 |" in printed
+    assert main(["report", str(run.path), "--json"]) == 0
+    assert [each["loss"] for each in json.loads(capsys.readouterr().out)["evaluations"]] == losses
+
+
 def test_errors_of_several_generations_are_one_warning(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     _write(run, planned(3), (6, 7, 8), 4.0)
     assert main(["report", str(run.path)]) == 0

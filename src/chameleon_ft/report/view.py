@@ -298,6 +298,16 @@ def best_of(evaluations: Iterable[Evaluation]) -> Evaluation | None:
     return min(known, key=lambda each: each.loss or 0.0, default=None)
 
 
+def with_evaluations(known: Mapping[int, Evaluation], event: Event) -> Mapping[int, Evaluation]:
+    """Return the evaluations by their steps after an event; of steps that are trained again, the old do not count."""
+    match event:
+        case Started(first_step=first):
+            return {number: each for number, each in known.items() if number < first}
+        case Evaluation(step=step):
+            return {**{number: each for number, each in known.items() if number < step}, step: event}
+    return known
+
+
 class RunView:
     """The story of a run: `add` takes in its records in their order, and all that shows a run reads the rest.
 
@@ -340,7 +350,7 @@ class RunView:
         self._unresolved: list[int] = []
         self._reading = ""
         self._is_evaluating = False
-        self.evaluations: dict[int, Evaluation] = {}
+        self.evaluations: Mapping[int, Evaluation] = {}
         self._generation, self._policy = 0, ""
         self._saved: dict[str, Saved] = {}
         self._error: str | None = None
@@ -423,7 +433,7 @@ class RunView:
             checkpoint=self._saved.get("checkpoint"),
             checkpoint_error=self._error,
             snapshot=self._saved.get("snapshot"),
-            evaluation=next(reversed(self.evaluations.values()), None),
+            evaluation=next(reversed(list(self.evaluations.values())), None),
             best_evaluation=best_of(self.evaluations.values()),
             costs=self._costs,
             next_failure_s=None if has_ended else self._next_failure_s(count),
@@ -439,6 +449,7 @@ class RunView:
         return self._plan if self._plan is not None and self._plan.generation == self._generation else None
 
     def _add(self, event: Event) -> None:
+        self.evaluations = with_evaluations(self.evaluations, event)
         match event:
             case Started(time=time, steps=steps):
                 if self._session is not None and self.latest is not None:
@@ -449,11 +460,8 @@ class RunView:
                 self._reading, self._is_evaluating = "", False
             case kinds.Evaluating():
                 self._is_evaluating = True
-            case Evaluation(step=step):
+            case Evaluation():
                 self._is_evaluating = False
-                # Of one that is trained again after a return to a checkpoint, and of later ones, the old do not count.
-                self.evaluations = {number: each for number, each in self.evaluations.items() if number < step}
-                self.evaluations[step] = event
             case kinds.Waiting(limit_s=float()):
                 self._reading = f"worker {event.worker} has been {event.doing} for {duration(event.since_s)}"
             case decisions.PlanInForce(generation=generation, policy=policy):

@@ -159,6 +159,21 @@ def test_the_state_is_all_that_is_needed_to_draw(page: Served, run: RunDirectory
     assert state["news"][0]["title"] == "worker 3 lost in step 3"
     assert ["action", "reroute: micro-batches 2, 3 of worker 3 go to worker 1"] in state["news"][0]["facts"]
     assert state["next"] == {"steps": 3, "events": 3}
+    assert state["evaluations"] == {"step": [], "loss": []}
+
+
+def test_evaluations_are_there_to_draw_without_those_before_a_return(page: Served, run: RunDirectory) -> None:
+    def evaluation(step: int, time: float, loss: float | None, **metrics: float) -> dict[str, Any]:
+        return event(
+            "evaluation", time, step=step, loss=loss, metrics=metrics, samples=1, terms=1.0, seconds=0.1, generation=1
+        )
+
+    add(run, evaluation(0, 2.2, 3.0), evaluation(1, 2.3, None, accuracy=0.5), evaluation(5, 2.4, 1.0))
+    add(run, {**started(), "first_step": 2, "time": 2.5})
+    found = {"step": [0, 1], "loss": [3.0, None], "accuracy": [None, 0.5]}
+    assert page.json("/api/state")["evaluations"] == found
+    with page.following("?steps=0&events=0") as events:
+        assert next(value for name, value in events if name == "evaluations") == found
 
 
 def test_all_that_the_terminal_prints_of_an_incident_is_on_the_page(page: Served, run: RunDirectory) -> None:

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Final
 
 from chameleon_ft.cli.arguments import OptionalInt, OptionalPath, RunPath, Switch, parse_arguments
 from chameleon_ft.cli.output import Output, require_places, tell_written, write_schedule
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.events.base import Event
-from chameleon_ft.events.records import FailureRecord, JoinRecord, Started
+from chameleon_ft.events.records import Evaluation, FailureRecord, JoinRecord, Started
 from chameleon_ft.plan.layouts import home_pipelines
 from chameleon_ft.quantities import duration, in_ranges
 from chameleon_ft.report.comparison import GenerationComparison, compare_generations
 from chameleon_ft.report.facts import describe_damage
 from chameleon_ft.report.picture import Lane
+from chameleon_ft.report.view import best_of, with_evaluations
 from chameleon_ft.storage.files import RunDirectory
 from chameleon_ft.storage.plans import read_generation_plans
 from chameleon_ft.storage.timelines import read_recorded_steps
 
+_MAX_EVALUATIONS: Final = 10
 _SOURCES: Final = {
     "profile": "its profile",
     "corrected": "its profile, corrected by earlier steps",
@@ -32,6 +35,8 @@ _SOURCES: Final = {
 @dataclass(frozen=True)
 class ReportArguments:
     """Compare the measured operations of a run with the predicted ones: the error per step and per kind of operation.
+
+    If the run evaluates, its evaluations follow.
 
     The prediction is the one the run planned by: from its profile, corrected by what the run had measured until then.
     Without a profile it is from the times of the run's own operations and reductions, and shows the error of everything
@@ -92,10 +97,16 @@ def main(arguments: Sequence[str]) -> int:
         lanes=[Lane.predicted(comparison.predicted), step.lane],
         lost=_lost_until(events, step.generation),
     )
+    evaluations: Mapping[int, Evaluation] = reduce(with_evaluations, events, {})
     if given.json:
-        print(json.dumps({"generations": [each.to_json() for each in comparisons], "damaged_lines": damaged}))
+        values = {
+            "generations": [each.to_json() for each in comparisons],
+            "evaluations": [each.to_json() for each in evaluations.values()],
+            "damaged_lines": damaged,
+        }
+        print(json.dumps(values))
     else:
-        _show(comparisons, title=str(run.path), damaged=damaged)
+        _show(comparisons, list(evaluations.values()), title=str(run.path), damaged=damaged)
     tell_written(json=given.json, picture=given.picture, trace=given.trace)
     return 0
 
@@ -114,7 +125,13 @@ def _lost_until(events: Iterable[Event], generation: int) -> set[int]:
     return lost
 
 
-def _show(comparisons: Sequence[GenerationComparison], *, title: str, damaged: Sequence[str]) -> None:
+def _show(
+    comparisons: Sequence[GenerationComparison],
+    evaluations: Sequence[Evaluation],
+    *,
+    title: str,
+    damaged: Sequence[str],
+) -> None:
     out = Output()
     out.text(title, "bold")
     if damaged:
@@ -126,6 +143,7 @@ def _show(comparisons: Sequence[GenerationComparison], *, title: str, damaged: S
         )
         right = ["number", "predicted", "measured", "error", "mean |error|"]
         out.show(out.table(_rows(comparison), left=[""], right=right))
+    _show_evaluations(out, evaluations)
     if warned := [each for each in comparisons if each.warning is not None]:
         worst = max(warned, key=lambda each: abs(each.error))
         others = "" if len(warned) == 1 else f"generations {in_ranges(each.generation for each in warned)}, most in "
@@ -151,3 +169,33 @@ def _rows(comparison: GenerationComparison) -> list[tuple[str, ...]]:
         )
         for name, count, predicted_s, measured_s, mean_error in figures
     ]
+
+
+def _show_evaluations(out: Output, evaluations: Sequence[Evaluation]) -> None:
+    """Print the newest evaluations and the best one, if there are any."""
+    if not evaluations:
+        return
+    best = best_of(evaluations)
+    shown = [each for each in evaluations[:-_MAX_EVALUATIONS] if each is best] + [*evaluations[-_MAX_EVALUATIONS:]]
+    names = list({name: None for each in shown for name in each.metrics})
+    has_perplexity = any(each.perplexity is not None for each in shown)
+    rows = [
+        (
+            f"after step {each.step}",
+            *(
+                "-" if value is None else f"{value:.5g}"
+                for value in (
+                    each.loss,
+                    *([each.perplexity] if has_perplexity else []),
+                    *(each.metrics.get(name) for name in names),
+                )
+            ),
+            duration(each.seconds),
+            "least loss" if each is best else "",
+        )
+        for each in shown
+    ]
+    right = ["loss", *(["perplexity"] if has_perplexity else []), *names, "time"]
+    left_out = len(evaluations) - len(shown)
+    out.text(f"evaluations{f', without {left_out} earlier ones' if left_out else ''}")
+    out.show(out.table(rows, left=[""], right=right, last=[""]))

@@ -120,6 +120,7 @@ class Feed:
             "series": view.steps.series(content.MAX_POINTS).columns,
             "news": content.news(view.events[-_MAX_NEWS:]),
             "what_if": content.what_if(view, report),
+            "evaluations": content.evaluations(view),
             "next": {"steps": len(view.steps), "events": len(view.events)},
         }
 
@@ -155,7 +156,11 @@ class Feed:
             new = view.events[max(sent.events, len(view.events) - _MAX_NEWS) :]
             found["news"] = {"told": content.news(new), "number": len(view.events)}
             sent.events = len(view.events)
-            for name, value in (("grid", content.grid(view, report)), ("what_if", content.what_if(view, report))):
+            for name, value in (
+                ("grid", content.grid(view, report)),
+                ("what_if", content.what_if(view, report)),
+                ("evaluations", content.evaluations(view)),
+            ):
                 text = as_json(value)
                 if sent.texts.get(name) != text:
                     sent.texts[name], found[name] = text, value

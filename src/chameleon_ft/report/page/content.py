@@ -36,6 +36,19 @@ def overview(report: RunReport, damaged: Sequence[str]) -> dict[str, Any]:
     return {**values, "facts": facts}
 
 
+def evaluations(view: RunView) -> dict[str, list[float | None]]:
+    """Return the steps and the results of the evaluations, by name; of many, a part."""
+    found = list(view.evaluations.values())
+    found = found[:: -(-len(found) // MAX_POINTS) or 1]
+    columns: dict[str, list[float | None]] = {
+        "step": [each.step for each in found],
+        "loss": [each.loss for each in found],
+    }
+    for name in {name: None for each in found for name in each.metrics}:
+        columns[name] = [each.metrics.get(name) for each in found]
+    return columns
+
+
 def grid(view: RunView, report: RunReport) -> dict[str, Any]:
     """Return the workers with their hosts, states and layers."""
     plan = view.plan

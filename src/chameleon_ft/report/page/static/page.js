@@ -6,12 +6,14 @@ import { clock, count, duration, element, fill } from "/static/words.js";
 const $ = (id) => document.getElementById(id);
 const MAX_POINTS = 1200;
 const MAX_NEWS = 400;
+const HELD_OUT = "evaluation:"; // begins the name of a column of evaluations
 const OVER = ["finished", "interrupted", "terminated", "failed"];
 const WORKER_STATES = ["live", "slow", "draining", "spare", "joining", "lost", "left"];
 
 let report = null;
 let grid = { num_layers: 0, workers: [] };
 let series = {};
+let evaluations = { step: [], loss: [] };
 let whatIf = [];
 let charts = [];
 let cursor = { steps: 0, events: 0 };
@@ -57,6 +59,9 @@ function showReport(next) {
   for (const button of document.querySelectorAll("button[data-action]")) button.disabled = over;
 }
 
+const COLOURS = ["--accent", "--joining", "--slow", "--arriving", "--lost"];
+const metrics = () => Object.keys(evaluations).filter((name) => name !== "step" && name !== "loss");
+
 function makeCharts() {
   const ink = getComputedStyle(document.documentElement);
   const colour = (name) => ink.getPropertyValue(name).trim();
@@ -64,7 +69,9 @@ function makeCharts() {
   const chart = (id, columns) => {
     const target = $(id);
     target.replaceChildren();
-    const lines = columns.map(([column, label, name, width]) => ({ label, stroke: colour(name), width, points: { show: false }, column }));
+    const lines = columns.map(([column, label, name, width]) => ({
+      label, stroke: colour(name), width, points: { show: column.startsWith(HELD_OUT), size: 5, fill: colour(name) }, column,
+    }));
     const plot = new uPlot({
       width: target.clientWidth || 320, height: 190, scales: { x: { time: false } }, cursor: { sync: { key: "steps" } },
       axes: [axis, { ...axis, size: 62 }], series: [{ label: "step" }, ...lines],
@@ -72,20 +79,33 @@ function makeCharts() {
     return { plot, target, columns };
   };
   charts = [
-    chart("chart-loss", [["loss", "loss", "--accent", 1.6]]),
+    chart("chart-loss", [["loss", "loss", "--accent", 1.6], [`${HELD_OUT}loss`, "held out", "--slow", 1]]),
     chart("chart-rate", [["tokens_per_s", "a second", "--joining", 1.6]]),
     chart("chart-step", [["longest_s", "longest", "--slow", 0.7], ["step_s", "mean", "--accent", 1.6]]),
   ];
+  $("evaluation").hidden = !metrics().length;
+  if (metrics().length)
+    charts.push(chart("chart-evaluation", metrics().map((name, index) => [HELD_OUT + name, name, COLOURS[index % COLOURS.length], 1])));
   drawCharts();
+}
+
+function showEvaluations(next) {
+  const before = metrics().join();
+  evaluations = next;
+  if (metrics().join() === before) drawCharts();
+  else makeCharts();
 }
 
 function drawCharts() {
   // Steps that were trained again after a return to a checkpoint replace those before.
   const rows = new Map();
   (series.step ?? []).forEach((step, index) => rows.set(step, index));
-  const steps = [...rows.keys()].sort((a, b) => a - b);
+  const evaluated = new Map(evaluations.step.map((step, index) => [step, index]));
+  // Of the newest steps, points may be left out. Where there is no point, nothing is a gap.
+  const steps = [...new Set([...rows.keys(), ...evaluated.keys()])].sort((a, b) => a - b);
   const values = (column) => steps.map((step) => {
-    const value = series[column][rows.get(step)];
+    if (column.startsWith(HELD_OUT)) return evaluations[column.slice(HELD_OUT.length)][evaluated.get(step)];
+    const value = series[column]?.[rows.get(step)];
     return column.endsWith("_s") && column !== "tokens_per_s" && value != null ? 1000 * value : value;
   });
   for (const { plot, columns } of charts) plot.setData([steps, ...columns.map(([column]) => values(column))]);
@@ -251,6 +271,7 @@ function follow() {
   on("steps", addSteps);
   on("grid", showGrid);
   on("what_if", showWhatIf);
+  on("evaluations", showEvaluations);
   on("news", ({ told }) => { addNews(told); loadIncidents(); });
 }
 
@@ -261,6 +282,7 @@ async function open() {
     showGrid(whole.grid);
     showWhatIf(whole.what_if);
     series = whole.series;
+    evaluations = whole.evaluations;
     cursor = whole.next;
     makeCharts();
     $("news").replaceChildren();
