@@ -13,7 +13,7 @@ import math
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, Final
 
@@ -534,7 +534,15 @@ class PlainLoop:
 
     def _cast(self, layer: nn.Module) -> None:
         """Have a layer compute in bfloat16, but for the modules that the job keeps, with masters of its parameters."""
-        kept, keeps = set[nn.Module](), self._job.precision.keeps
+        declared = [
+            f"{path}.{between}{name}".removeprefix(".")
+            for path, module in layer.named_modules()
+            for key in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+            for name in getattr(module, key, None) or ()
+            for between in ("", "*.")
+        ]
+        patterns = (*self._job.precision.fp32_modules, *declared)
+        kept, keeps = set[nn.Module](), replace(self._job.precision, fp32_modules=patterns).keeps
         for name, module in layer.named_modules():
             if keeps(type(module).__name__, *([name] if name else [])) and module not in kept:
                 kept.update(module.modules())

@@ -10,6 +10,7 @@ from chameleon_ft.config import RunConfig
 from chameleon_ft.job import Precision
 from chameleon_ft.models.checks import boundary_specs
 from chameleon_ft.models.precision import cast_layer
+from tests.golden import message
 from tests.models.jobs import Zeros, make_job
 
 
@@ -95,3 +96,44 @@ def test_a_buffer_that_is_rounded_is_named_in_a_hint(more: tuple[str, ...]) -> N
     boundary_specs(make_job([Rotary], Zeros(4)), 2, hints=hints)  # in fp32, which rounds nothing
     assert len(hints) == (0 if more else 1)
     assert all("'table'" in hint for hint in hints)
+
+
+class Declaring(Experts):
+    _keep_in_fp32_modules = ["gate"]  # noqa: RUF012
+    _keep_in_fp32_modules_strict = {"scale"}  # noqa: RUF012
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+        self.more = nn.ModuleDict({"scale": nn.Linear(3, 3), "gates": nn.Linear(3, 3)})
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_what_a_module_declares_as_transformers_do_is_left_in_float32(wrapped: bool) -> None:
+    layer: nn.Module = Declaring()
+    layer = nn.Sequential(layer) if wrapped else layer
+    cast_layer(layer, Precision("bf16"), is_first=False)
+    kept = {name.removeprefix("0.") for name, each in layer.named_parameters() if each.dtype == torch.float32}
+    assert kept == {"gate.weight", "gate.bias", "scale", "more.scale.weight", "more.scale.bias"}
+
+
+class Normed(nn.Module):
+    """Has a norm and a router whose classes have names that are not known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.router = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.router(self.norm(x))
+        return out
+
+
+def test_parameters_that_look_sensitive_are_named_in_a_hint() -> None:
+    hints: list[str] = []
+    for patterns in (RunConfig().fp32_modules, ("norm", "router")):
+        precision = Precision("bf16", patterns)
+        boundary_specs(make_job([Normed, Normed], Zeros(4), precision=precision), 2, hints=hints)
+    boundary_specs(make_job([Normed], Zeros(4)), 2, hints=hints)
+    (hint,) = hints
+    message(hint)

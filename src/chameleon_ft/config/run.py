@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
 
 from chameleon_ft.config.llama import Data, LlamaConfig, Optimizer
 from chameleon_ft.config.saved_state import Checkpoint, Forked, Snapshots, Store
@@ -39,6 +40,12 @@ STAND_IN_JOB = "chameleon_ft.lab.stand_in:stand_in"
 
 MAX_WORKERS: Final = 100_000
 """Of a run or a prediction: a mistyped number would fill the memory of the machine."""
+
+
+def _known_precision(precision: object) -> object:
+    if precision in ("fp16", "float16"):
+        raise PydanticCustomError("precision", "should be bf16: gradients of fp16 leave its range without loss scaling")
+    return precision
 
 
 class RunConfig(Section):
@@ -86,7 +93,7 @@ class RunConfig(Section):
         default=None,
         description="Profile that plans are based on, written by `chameleon profile`; required for emulated devices.",
     )
-    precision: Literal["fp32", "bf16"] = Field(
+    precision: Annotated[Literal["fp32", "bf16"], BeforeValidator(_known_precision)] = Field(
         default="fp32",
         description="Element type of layers. fp32: that of the model's own parameters; bf16: parameters and "
         "activations in bfloat16; gradients, masters of the parameters and the optimizer's state in float32.",

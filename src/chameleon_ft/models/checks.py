@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, Final
@@ -35,7 +35,7 @@ from chameleon_ft.models.build import (
     seed_forward,
 )
 from chameleon_ft.models.fields import require_padding_at_end, with_fields
-from chameleon_ft.models.precision import cast_layer, kept_by_name, loss_of, terms_of
+from chameleon_ft.models.precision import cast_layer, kept_by_name, looks_sensitive, loss_of, terms_of
 from chameleon_ft.models.sample_checks import first_micro_batch
 from chameleon_ft.side_outputs import collecting
 
@@ -119,6 +119,7 @@ def _output(
         )
         if device != _META and hint not in hints and not torch.equal(buffer.to(buffers[key].dtype), buffers[key]):
             hints.append(hint)
+    hints += _hints_of_rounded(module, hints) if job.precision.is_lower else []
     if kept := sorted(kept_by_name(module, job.precision)):
         name += f" with {kept[0]!r} in float32 by fp32_modules"
     if layer:
@@ -169,6 +170,18 @@ def _output(
                 "output may depend on it; let it depend on nothing but its input, its parameters and torch's generator"
             )
     return output, side.names
+
+
+def _hints_of_rounded(module: nn.Module, known: Collection[str]) -> list[str]:
+    """Return a hint if bf16 rounds parameters that look as if they should stay in float32."""
+    rounded = [
+        name for name, each in module.named_parameters() if each.dtype == torch.bfloat16 and looks_sensitive(name)
+    ]
+    hint = (
+        f"bf16 rounds {', '.join(rounded[:4])}{' and others' if rounded[4:] else ''} of {type(module).__name__}, which "
+        "models mostly keep in float32: name them or their classes in fp32_modules"
+    )
+    return [hint] if rounded and hint not in known else []
 
 
 def _require_gradients(

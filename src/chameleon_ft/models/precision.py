@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import inspect
 import math
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.job import Job, Precision
+
+_SENSITIVE: Final = ("norm", "router", "a_log", "inv_freq")
 
 
 def cast_layer(module: nn.Module, precision: Precision, *, is_first: bool) -> dict[str, nn.Parameter]:
@@ -35,7 +38,7 @@ def cast_layer(module: nn.Module, precision: Precision, *, is_first: bool) -> di
         module.register_forward_pre_hook(partial(_cast_inputs, torch.bfloat16), with_kwargs=True)
     elif len(arguments_of(module)) > 1:
         module.register_forward_pre_hook(_cast_keywords, with_kwargs=True)
-    masters: dict[int, nn.Parameter] = {}
+    precision, masters = with_declared(module, precision), dict[int, nn.Parameter]()
     _cast(module, "", precision, masters)
     if kept_by_name(module, precision):
         # A tensor in float32 may have made the output float32.
@@ -98,9 +101,29 @@ def terms_of(job: Job, targets: Tensor) -> float:
     return terms
 
 
+def with_declared(module: nn.Module, precision: Precision) -> Precision:
+    """Return the precision that also leaves in float32 what a layer, or a module in it, says.
+
+    Models of transformers name parts of them in `_keep_in_fp32_modules` and `_keep_in_fp32_modules_strict`.
+    """
+    kept = [
+        f"{path}.{between}{name}" if path else f"{between}{name}"
+        for path, part in module.named_modules()
+        for declared in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+        for name in sorted(getattr(part, declared, None) or ())
+        for between in ("", "*.")
+    ]
+    return replace(precision, fp32_modules=(*precision.fp32_modules, *kept)) if kept else precision
+
+
+def looks_sensitive(name: str) -> bool:
+    """Return whether a parameter has a name as of those that models mostly keep in float32."""
+    return any(part in name.lower() for part in _SENSITIVE)
+
+
 def kept_by_name(module: nn.Module, precision: Precision) -> dict[str, Tensor]:
     """Return the parameters and buffers of a layer that bf16 leaves in float32 by their own names."""
-    tensors = [*module.named_parameters(), *module.named_buffers()]
+    tensors, precision = [*module.named_parameters(), *module.named_buffers()], with_declared(module, precision)
     return {name: each for name, each in tensors if precision.is_lower and precision.keeps(name) and _is_cast(each)}
 
 
