@@ -29,7 +29,7 @@ from chameleon_ft.config import DEVICES, RunConfig
 from chameleon_ft.data.samples import SamplesInOrder
 from chameleon_ft.data.streams import POSITION_KEY
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.events.kinds import JobChanged
+from chameleon_ft.events.kinds import JobChanged, SampleLeftOut
 from chameleon_ft.events.records import Started, StepRecord
 from chameleon_ft.job import Job, ModelParameters, call_function, load_job
 from chameleon_ft.keys import init_key, step_key
@@ -200,6 +200,7 @@ def repeat_run(run: RunDirectory, *, limit: int | None = None) -> Iterator[StepC
             )
     if config.forked.run or changed:
         loop.load(checkpoints, first)
+    loop.leave_out((event.epoch, event.sample) for event in events if isinstance(event, SampleLeftOut))
     for record in records[:limit]:
         # The step has changed nothing, or was trained with another job.
         if record.is_skipped or record.step < first:
@@ -407,6 +408,10 @@ class PlainLoop:
         self._own = [{**group} for group in self._optimizer.param_groups]
         self._samples = SamplesInOrder(job.dataset, config.seed, job.collate)
 
+    def leave_out(self, draws: Iterable[tuple[int, int]]) -> None:
+        """Leave these samples, of (epoch, number), out of all steps."""
+        self._samples.left_out = frozenset(draws)
+
     def load(self, checkpoints: Storage, step: int) -> None:
         """Take over the state of all layers from a checkpoint. Raises ConfigError if it cannot be read."""
         position = _read(checkpoints, layer_part(step, 0)).get(POSITION_KEY)
@@ -446,15 +451,20 @@ class PlainLoop:
         logged = dict[str, tuple[float, float]]()
         for micro_batch in range(batch.micro_batches):
             start = self._config.first_sample(step) + micro_batch * batch.micro_batch_size
-            inputs, targets = self._samples.micro_batch(start, batch.micro_batch_size)
+            inputs, whole = self._samples.micro_batch(start, batch.micro_batch_size)
+            left_out = self._samples.left_out_of(start, batch.micro_batch_size)
+            counted = [row for row in range(batch.micro_batch_size) if row not in left_out]
+            targets = tree_map(lambda tensor: tensor[counted], whole) if left_out else whole  # noqa: B023 - now
             own_terms = float(self._job.loss_terms(targets))
-            output, sides = self._forward(inputs, targets, step, micro_batch)
+            output, sides = self._forward(inputs, whole, step, micro_batch)
+            if left_out:
+                output = output[counted]
             loss = auxiliary = sum((side.loss(own_terms) for side in sides), torch.zeros((), device=self._device))
             if own_terms:
                 if self._job.precision.is_lower and output.dtype in _FLOATS:
                     output = output.float()
                 loss = self._job.loss(output, self._on_device(targets)) + auxiliary
-                samples += batch.micro_batch_size
+                samples += len(counted)
             if loss.requires_grad:
                 loss.backward()
             loss_sum += loss.item()

@@ -17,6 +17,7 @@ import torch
 
 from chameleon_ft.config import Batch, Loading, Parallel, RunConfig
 from chameleon_ft.data import SampleOrder
+from chameleon_ft.events.kinds import LoaderEnded
 from chameleon_ft.job import Job
 from chameleon_ft.worker.communicators.base import CommunicationError
 from chameleon_ft.worker.execution.micro_batches import DatasetReads
@@ -55,6 +56,7 @@ class Loaders:
     sockets: list[socket.socket] = field(default_factory=list)
     threads: list[threading.Thread] = field(default_factory=list)
     waited: list[str] = field(default_factory=list)
+    ended: list[str] = field(default_factory=list)
 
     def start(self, number: int) -> socket.socket:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -101,6 +103,7 @@ def prefetched(loaders: Loaders, *, count: int = 2, here: Numbers | None = None,
         "progress": lambda number: "",
         "waiting": loaders.waiting,
         "check": lambda: None,
+        "ended": lambda loader, doing: loaders.ended.append(loader),
         "count": count,
         "prefetch": 2,
         "steps": 20,
@@ -188,6 +191,7 @@ def test_a_loader_that_ends_is_replaced_and_its_reads_are_done_again(loaders: Lo
         assert_reads(reads, [(step, each) for each in range(4)])
     assert not fatal
     assert len(loaders.threads) == 5
+    assert len(loaders.ended) == 3
 
 
 def test_a_micro_batch_that_ends_each_loader_is_an_error(loaders: Loaders) -> None:
@@ -322,6 +326,8 @@ def test_loaders_that_are_killed_or_fail_cost_no_worker_and_no_sample(tmp_path: 
     assert (tmp_path / "raised").exists()
     logs = "".join(path.read_text() for path in ended.run.logs.glob("worker-*.log"))
     assert "another one takes its place" in logs
+    (event,) = (event for event in ended.run.events() if isinstance(event, LoaderEnded))
+    assert f"reading sample {SampleOrder(48, 0).ids(7, 8)[5]} " in event.doing
     assert "reads the micro-batch once more itself" in logs
     assert_trained_as_if_nothing_failed(ended)
     losses = [json.loads(line)["loss"] for line in ended.run.metrics_file.read_text().splitlines()]

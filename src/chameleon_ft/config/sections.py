@@ -208,6 +208,11 @@ class Loading(Section):
         "needs them.",
     )
     prefetch: int = Field(default=2, ge=0, description="Steps for which they read ahead, beyond the present one.")
+    on_error: Literal["fail", "skip"] = Field(
+        default="fail",
+        description="Action if a sample cannot be read, also not when it is read once more. fail: another worker tries "
+        "the step, and if it fails, too, the run ends with the state before the step; skip: leave the sample out.",
+    )
 
 
 class Timeouts(Section):

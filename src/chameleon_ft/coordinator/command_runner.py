@@ -251,6 +251,7 @@ class Orders:
         orders = spec.orders(
             finish=state.ending is not None and state.ending.trains_no_step,
             skipped=tuple(sorted(state.health.skipped)),
+            left_out=tuple(sorted(each for each in state.health.left_out if each[0] >= spec.first_step)),
             snapshot=None if complete is None else complete.step,
             spec=spec.to_json() if self._recorder.files.is_late else "",
         )

@@ -86,6 +86,7 @@ class Coordinator:
             settings,
             last_generation=run.last_generation(),
             skipped=run.skipped_steps() if setup.resume else (),
+            left_out=run.left_out() if setup.resume else (),
             term=self._term,
         )
         self._journal = journal

@@ -277,6 +277,10 @@ def _worker_message(draft: Draft, worker: Worker, message: Message) -> None:
             _crashed(draft, worker, message)
         case messages.BadStep():
             health.bad_step(draft, worker.id, message)
+        case messages.SampleUnread():
+            health.sample_unread(draft, worker.id, message)
+        case messages.LoaderEnded():
+            health.loader_ended(draft, worker.id, message)
         case messages.StateDiffers():
             health.state_differs(draft, message)
         case messages.CheckpointSaved():

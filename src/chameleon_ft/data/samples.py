@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -48,11 +49,71 @@ def load_micro_batch(
 
     Each is read as by `read_sample`, inside the context that `reading` returns for its id.
     """
-    samples = []
+    samples = _read(dataset, order, first, count, reading)
+    return collated(list(samples), collate, seed=order.seed, place=(0, first))
+
+
+def load_readable(
+    dataset: Dataset,
+    order: SampleOrder | MixtureOrder,
+    first: int,
+    count: int,
+    *,
+    collate: Collate | None = None,
+    reading: Callable[[int], AbstractContextManager[object]] = nullcontext,
+) -> tuple[tuple[Any, Any], dict[int, Exception]]:
+    """Return as `load_micro_batch`, and the errors of samples that cannot be read, by their rows.
+
+    In the row of such a sample there is another one, which does not count.
+
+    Raises:
+        Exception: as the first sample, if neither these nor as many after them can be read; or as `collate`, if it
+            fails for no sample by itself.
+    """
+    samples: dict[int, Any] = {}
+    errors: dict[int, Exception] = {}
+    for row in range(2 * count):
+        if row >= count and samples:
+            break
+        try:
+            (samples[row],) = _read(dataset, order, first + row, 1, reading)
+        except Exception as error:  # noqa: BLE001 - of the dataset
+            errors[row] = error
+    if not samples:
+        raise errors[0]
+    collating = partial(collated, collate=collate, seed=order.seed, place=(0, first))
+
+    def filled() -> list[Any]:
+        stand_in = next(iter(samples.values()))
+        return [samples.get(row, stand_in) for row in range(count)]
+
+    try:
+        pair = collating(filled())
+    except Exception:
+        for row, sample in list(samples.items()):
+            try:
+                collating([sample] * count)
+            except Exception as error:  # noqa: BLE001 - of the job
+                errors[row] = error
+                del samples[row]
+        if not samples:
+            raise
+        pair = collating(filled())
+    return pair, {row: error for row, error in errors.items() if row < count}
+
+
+def _read(
+    dataset: Dataset,
+    order: SampleOrder | MixtureOrder,
+    first: int,
+    count: int,
+    reading: Callable[[int], AbstractContextManager[object]] = nullcontext,
+) -> Iterator[Any]:
+    """Yield the samples of a map-style dataset from a position of the order on."""
     for index, epoch in order.draws_at(first, count):
         with reading(index):
-            samples.append(read_sample(dataset, index, seed=order.seed, epoch=epoch))
-    return collated(samples, collate, seed=order.seed, place=(0, first))
+            sample = read_sample(dataset, index, seed=order.seed, epoch=epoch)
+        yield sample
 
 
 def collated(samples: Sequence[Any], collate: Collate | None, *, seed: int, place: tuple[int, int]) -> tuple[Any, Any]:
@@ -110,20 +171,33 @@ def is_pair(value: object) -> bool:
     return isinstance(value, list | tuple) and len(value) == 2 and all(map(_is_tree, value))
 
 
+_TRIES: Final = 16
+
+
 class SamplesInOrder:
     """The samples of a job in the order of training, read by one process.
 
     Those of a stream are read from its beginning, or from a position; to go back is to begin there again.
+
+    Args:
+        is_tolerant: In the place of samples that cannot be read, micro-batches have others, and streams the next ones.
+
+    Attributes:
+        left_out: (epoch, id) of the samples that a run could not read.
     """
 
-    def __init__(self, dataset: Dataset | Any, seed: int, collate: Collate | None = None) -> None:
+    def __init__(
+        self, dataset: Dataset | Any, seed: int, collate: Collate | None = None, *, is_tolerant: bool = False
+    ) -> None:
         self._dataset: Any = dataset
+        self._is_tolerant = is_tolerant
         self._collate = collate
         self._order = None if is_stream(dataset) else sample_order(dataset, seed)
         self._seed = seed
         self._reader: StreamReader | None = None
         self._base = (0, START)
         self._next = 0
+        self.left_out: frozenset[tuple[int, int]] = frozenset()
 
     def begin(self, first: int, position: bytes) -> None:
         """Note that the sample number `first` of the run is the one at this position of the stream."""
@@ -136,22 +210,50 @@ class SamplesInOrder:
     def read(self, first: int, count: int) -> list[Any]:
         """Return so many samples from number `first` of the run on."""
         if self._order is not None:
-            return [
-                read_sample(self._dataset, index, seed=self._seed, epoch=epoch)
-                for index, epoch in self._order.draws_at(first, count)
-            ]
+            return list(_read(self._dataset, self._order, first, count))
         if self._reader is None or first < self._next:
             self._next, position = self._base
             if self._reader is None:
-                self._reader = StreamReader(self._dataset, self._seed, position)
+                self._reader = StreamReader(self._dataset, self._seed, position, left_out=self.left_out)
             else:
                 self._reader.seek(position)
-        self._reader.read(first - self._next)
-        self._next = first + count
-        return self._reader.read(count)
+        try:
+            self._reader.read(first - self._next)
+            self._next = first
+            samples = self._reader.read(count)
+        except DataError:
+            raise
+        except Exception:
+            if not self._is_tolerant or len(self.left_out) == _TRIES:
+                raise
+            self.left_out |= {self._reader.at}
+            self._reader = None
+            return self.read(first, count)
+        self._next += count
+        return samples
+
+    def first_readable(self) -> Any:
+        """Return the first sample that can be read. Raises the error of the first one after some tries."""
+        errors = []
+        for number in range(1 if self._order is None else _TRIES):
+            try:
+                return self.read(number, 1)[0]
+            except Exception as error:  # noqa: BLE001 - of the dataset
+                errors.append(error)
+        raise errors[0]
+
+    def left_out_of(self, first: int, count: int) -> set[int]:
+        """Return the rows that do not count, of so many samples; a stream has the next samples in their place."""
+        draws = () if self._order is None else self._order.draws_at(first, count)
+        return {row for row, (index, epoch) in enumerate(draws) if (epoch, index) in self.left_out}
 
     def micro_batch(self, first: int, count: int) -> tuple[Any, Any]:
-        """Return so many samples, by `collated`."""
+        """Return so many samples, by `collated`; in the rows of those left out there are others."""
+        if self._order is not None:
+            pair, errors = load_readable(self._dataset, self._order, first, count, collate=self._collate)
+            if (unknown := errors.keys() - self.left_out_of(first, count)) and not self._is_tolerant:
+                raise errors[min(unknown)]
+            return pair
         # For a stream, read on to there.
         self.read(first, 0)
         place = (0, first) if self._reader is None else self._reader.at

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, Final, NamedTuple, Self
 
 import torch
@@ -82,11 +82,18 @@ class StreamReader:
 
     Python's, NumPy's and torch's global generators are seeded by (seed, epoch, index) for each read, and by (seed,
     epoch) where iterating begins. So a sample does not depend on the process that reads it, nor on where that began.
+
+    Args:
+        left_out: The places, as by `at`, of samples that are passed over, whether they can be read or not.
     """
 
-    def __init__(self, stream: Iterable[Any], seed: int, position: bytes = START) -> None:
+    def __init__(
+        self, stream: Iterable[Any], seed: int, position: bytes = START, *, left_out: Collection[tuple[int, int]] = ()
+    ) -> None:
         self._stream = stream
         self._seed = seed
+        self._left_out = left_out
+        self._has_failed = False
         self._own = _State.of(stream)
         if self._own is not None and id(stream) not in _INITIAL:
             # Without a state, a loader begins an epoch with another order, and has not begun to read.
@@ -101,8 +108,9 @@ class StreamReader:
         epoch, index, state = Position.from_bytes(position)
         self._begin(epoch, state)
         if self._state is None:
-            for _ in range(index):
-                if self._next() is None:
+            while self._index < index:
+                # A sample that cannot be read any more may have been left out.
+                if self._advance(is_left_out=True) is None:
                     raise DataError(
                         f"`dataset` has ended after {self._index} samples of epoch {epoch}, before it came to sample "
                         f"{index}, which it had before; let it give the same samples whenever it is iterated"
@@ -144,7 +152,7 @@ class StreamReader:
         return Position(self._epoch, self._index, state).to_bytes()
 
     def _begin(self, epoch: int, state: Any) -> None:
-        self._epoch, self._index = epoch, 0
+        self._epoch, self._index, self._has_failed = epoch, 0, False
         with seeded(random_key(self._seed, Purpose.EPOCH, epoch)):
             if (set_epoch := getattr(self._stream, "set_epoch", None)) is not None:
                 set_epoch(epoch)
@@ -157,12 +165,30 @@ class StreamReader:
                 self._state.load(state)
 
     def _next(self) -> tuple[Any] | None:
-        """Return the next sample, in a tuple; None at the end of the epoch."""
+        """Return the next sample that is not left out, in a tuple; None at the end of the epoch."""
+        while self.at in self._left_out:
+            if self._advance(is_left_out=True) is None:
+                return None
+        return self._advance(is_left_out=False)
+
+    def _advance(self, *, is_left_out: bool) -> tuple[Any] | None:
+        """Return the next sample, in a tuple; None at the end of the epoch. One that is left out may raise an error."""
         with seeded(random_key(self._seed, Purpose.SAMPLE, self._epoch, self._index)):
             try:
-                sample = next(self._iterator)
+                sample, has_failed = next(self._iterator), False
             except StopIteration:
+                if self._has_failed:
+                    raise DataError(
+                        f"{self.place} cannot be left out: iterating `dataset` has ended with the error of the sample "
+                        "before; let its iterator go on after an error, as an object with __next__ can, and no "
+                        "generator"
+                    ) from None
                 return None
+            except Exception:
+                if not is_left_out:
+                    raise
+                sample, has_failed = None, True
+        self._has_failed = has_failed
         self._index += 1
         return (sample,)
 

@@ -421,6 +421,36 @@ class BadStep(Event):
     origins: tuple[BadOrigin, ...]
 
 
+@event("sample_left_out")
+class SampleLeftOut(Event):
+    """A `worker` on `host` could not read a `sample`, because of `error`: it is [left out](data.md) of `step`.
+
+    `epoch`: how many times all samples had been read before. If it `is_replaced`, the next one of the stream is in its
+    place, and else the step has fewer samples.
+    """
+
+    step: Count
+    epoch: Count
+    sample: Count
+    worker: Count
+    host: str
+    error: str
+    is_replaced: bool = False
+
+
+@event("loader_ended")
+class LoaderEnded(Event):
+    """A `loader` of a `worker` on `host`, a process that reads samples for it, has ended, and another takes its place.
+
+    `doing`: the read that it was at, which is done again; empty if it was at none.
+    """
+
+    worker: Count
+    host: str
+    loader: str
+    doing: str
+
+
 @event("empty_step")
 class EmptyStep(Event):
     """No sample of `step` has a loss term, so the step is skipped."""

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from chameleon_ft.events.base import Event
+from chameleon_ft.events.kinds import SampleLeftOut
 from chameleon_ft.events.records import FailureCostRecord, FailureRecord, OutcomeRecord, RunStatus, StepRecord
 
 
@@ -71,6 +72,9 @@ def summarize(
     last = max(committed, default=first_step - 1)
     seen = sum(record.samples for record in committed.values())
     skipped = samples_per_step * sum(record.is_skipped for record in committed.values())
+    missing = (each for each in events if isinstance(each, SampleLeftOut) and not each.is_replaced)
+    left_out = {(each.step, each.epoch, each.sample) for each in missing}
+    skipped += sum(step in committed and not committed[step].is_skipped for step, *_ in left_out)
     losses = [committed[step].loss for step in sorted(committed) if not committed[step].is_skipped]
     interrupted = {failure.step for failure in failures}
     first_failure = min(interrupted, default=last + 1)

@@ -383,7 +383,8 @@ def check_loss(
         ConfigError: `loss` or `loss_terms` cannot be called, or returns something else than it should; or `loss` has
             parameters of its own, or changes what it keeps.
     """
-    _, targets = SamplesInOrder(job.dataset, seed, job.collate).micro_batch(0, micro_batch_size)
+    samples = SamplesInOrder(job.dataset, seed, job.collate, is_tolerant=True)
+    _, targets = samples.micro_batch(0, micro_batch_size)
     targets = tree_map(lambda tensor: tensor.to(device), targets)
     before = digest((job.loss, job.loss_terms))
     with generator_lock, torch.random.fork_rng(devices=[]):
@@ -473,7 +474,7 @@ def check_evaluation(
         ConfigError: it has other shapes or types, or a metric cannot be computed, or is no number.
     """
     assert job.evaluation is not None
-    (trained,) = SamplesInOrder(job.dataset, seed).read(0, 1)
+    trained = SamplesInOrder(job.dataset, seed, is_tolerant=True).first_readable()
     held_out = read_sample(job.evaluation, 0, seed=seed)
     if job.collate is not None or not is_pair(trained):
         trained, held_out = (collated([each], job.collate, seed=seed, place=(0, 0)) for each in (trained, held_out))

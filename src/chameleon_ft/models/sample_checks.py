@@ -37,9 +37,9 @@ def first_micro_batch(job: Job, micro_batch_size: int, seed: int) -> tuple[Any, 
     Raises:
         ConfigError: samples are no tensors, those of a micro-batch cannot be stacked, or have other shapes in the next.
     """
-    samples = SamplesInOrder(job.dataset, seed, job.collate)
+    samples = SamplesInOrder(job.dataset, seed, job.collate, is_tolerant=True)
     # A user's dataset may hold anything.
-    sample = samples.read(0, 1)[0]
+    sample = samples.first_readable()
     if job.collate is None and not (is_pair(sample) or isinstance(sample, Mapping)):
         how = "the iterator give" if is_stream(job.dataset) else "__getitem__(i) return"
         raise ConfigError(
@@ -75,13 +75,14 @@ class SampleReads:
 
     Args:
         most: number of samples to read; fewer if they are slow to read.
+        is_tolerant: Those that cannot be read are left out.
 
     Attributes:
         facts: the number of samples of the data set, and sketches of those that were read.
     """
 
-    def __init__(self, job: Job, seed: int, *, most: int = _RECORDED_SAMPLES) -> None:
-        self._samples = SamplesInOrder(job.dataset, seed, job.collate)
+    def __init__(self, job: Job, seed: int, *, most: int = _RECORDED_SAMPLES, is_tolerant: bool = False) -> None:
+        self._samples = SamplesInOrder(job.dataset, seed, job.collate, is_tolerant=is_tolerant)
         self._collate = job.collate
         self._seed = seed
         # By number in the order of training.
@@ -96,7 +97,12 @@ class SampleReads:
         for number, index in enumerate(self._ids):
             if number >= _READ_SAMPLES and time.monotonic() - begun_s > _READING_S:
                 break
-            tensors = self._tensors(number)
+            try:
+                tensors = self._tensors(number)
+            except Exception:
+                if not is_tolerant:
+                    raise
+                continue
             self._contents[number] = _contents(tensors)
             names = (f"input of sample {index}", f"target of sample {index}")
             self.facts |= dict(zip(names, map(sketch, tensors), strict=False))

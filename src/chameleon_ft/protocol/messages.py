@@ -536,6 +536,25 @@ class BadStep(Message):
     are not finite, when it computed the step again: in its data, its forward or its backward."""
 
 
+class SampleUnread(Message):
+    """A rank cannot read a sample, which is left out."""
+
+    type: Literal["sample_unread"] = "sample_unread"
+    step: int
+    epoch: int  # with `sample`: which draw it is
+    sample: int  # its id, or in a stream its number in the epoch
+    error: str
+    is_replaced: bool = False  # whether the next one is in its place, as in a stream
+
+
+class LoaderEnded(Message):
+    """A process that reads samples for a rank has ended by itself, and is replaced."""
+
+    type: Literal["loader_ended"] = "loader_ended"
+    loader: str
+    doing: str  # empty if nothing was being read
+
+
 class Position(Message):
     """Answer to a probe: the rank's operation and its duration so far."""
 

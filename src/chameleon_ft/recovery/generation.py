@@ -113,6 +113,7 @@ class WorkerOrders:
         finish: No step is trained, and the state is written as the last checkpoint.
         evaluate: The state that it begins with is evaluated before the first step.
         skipped: steps that are known to be bad: nothing is computed of them.
+        left_out: (step, epoch, sample) of samples that some worker could not read: they do not count.
         rest: with "keep", if step `first_step` was interrupted, what remains of it.
         sharding: the owners of slices of the optimizer's state; None if each holder of a layer has all.
         gather: with "keep", owners first send the parameters that they have updated once more.
@@ -134,6 +135,7 @@ class WorkerOrders:
     finish: bool = False
     evaluate: bool = False
     skipped: tuple[int, ...] = ()
+    left_out: Shared[tuple[tuple[int, int, int], ...]] = ()
     rest: RestOrders | None = None
     sharding: Shared[Sharding | None] = None
     gather: bool = False
@@ -146,6 +148,14 @@ class WorkerOrders:
     def operations(self) -> tuple[Operation, ...]:
         """The operations of the program."""
         return self.program.of(self.worker)
+
+    @property
+    def continues_step(self) -> bool:
+        """Whether the rest of the first step is computed, and not all of it.
+
+        A lost worker may have left out a sample that another one has counted.
+        """
+        return self.rest is not None and not any(step == self.first_step for step, *_ in self.left_out)
 
     @property
     def participants(self) -> tuple[int, ...]:
@@ -326,7 +336,13 @@ class GenerationSpec:
         return () if self.migration is None else moves_of(self.migration, self.costs.workload.moving_layers)
 
     def orders(
-        self, *, finish: bool = False, skipped: tuple[int, ...] = (), snapshot: int | None = None, spec: str = ""
+        self,
+        *,
+        finish: bool = False,
+        skipped: tuple[int, ...] = (),
+        left_out: tuple[tuple[int, int, int], ...] = (),
+        snapshot: int | None = None,
+        spec: str = "",
     ) -> dict[int, WorkerOrders]:
         """Return the orders of all participants; for the arguments see `WorkerOrders`."""
         # Values that grow with the number of workers are one object in all orders: they are encoded once.
@@ -349,6 +365,7 @@ class GenerationSpec:
                 finish=finish,
                 evaluate=self.evaluate,
                 skipped=skipped,
+                left_out=left_out,
                 rest=rests.get(worker),
                 sharding=self.sharding,
                 gather=self.gather,

@@ -269,6 +269,9 @@ def _of_the_run(event: Event, later: _Later) -> Described | None:
             return f"step {step}", "no sample has a loss term", "it was skipped"
         case kinds.BadStep():
             return _bad_step(event, later)
+        case kinds.SampleLeftOut(step=step, sample=sample, error=error, worker=worker, host=host):
+            where = f"worker {worker}{f' on {host}' if host else ''} cannot read it: {error}"
+            return f"sample {sample} of step {step}", where, "it was left out"
         case kinds.StateDiffers(undecided=layers, step=step, agreed=agreed):
             workers = sorted({worker for each in layers.values() for worker in each})
             why = f"{listed('worker', workers)} have different states of it after {step} updates, without a majority"
@@ -302,6 +305,9 @@ def _of_workers(event: Event, later: _Later) -> Described | None:
             if limit_s is not None:
                 limit = f"it counts as hung after {duration(limit_s)}"
             return f"worker {worker}", f"it has been {doing} for {duration(since_s)} or longer", f"none; {limit}"
+        case kinds.LoaderEnded(worker=worker, loader=loader, doing=doing):
+            why = f"{loader} has ended{f' while {doing}' if doing else ''}"
+            return f"worker {worker}", why, "another one took its place, and its reads were done again"
         case kinds.JoinFailed(worker=worker, cause=cause):
             again = next((each for each in later.of(kinds.Respawn) if each.worker == worker), None)
             action = "none" if again is None else f"it was started again, as incarnation {again.incarnation}"

@@ -19,7 +19,7 @@ from chameleon_ft.clock import unix_s
 from chameleon_ft.config import RunConfig, config_to_toml, config_type, parse_config, read_recorded_toml
 from chameleon_ft.errors import ConfigError, describe_invalid
 from chameleon_ft.events.base import Event
-from chameleon_ft.events.kinds import BadStep
+from chameleon_ft.events.kinds import BadStep, SampleLeftOut
 from chameleon_ft.events.lines import parse_event, parse_step
 from chameleon_ft.events.records import FailureRecord, StepRecord
 from chameleon_ft.events.summary import Summary, failures_in
@@ -256,6 +256,11 @@ class RunDirectory:
         """
         bad = (event for event in self.readable_events()[0] if isinstance(event, BadStep))
         return frozenset(event.step for event in bad if event.action in ("skip", "rollback"))
+
+    def left_out(self) -> frozenset[tuple[int, int, int]]:
+        """Return (step, epoch, sample) of the samples that could not be read; see `skipped_steps`."""
+        left_out = (event for event in self.readable_events()[0] if isinstance(event, SampleLeftOut))
+        return frozenset((event.step, event.epoch, event.sample) for event in left_out)
 
     def failures(self) -> list[FailureRecord]:
         """Read the failures in the order they were written, with what they cost."""

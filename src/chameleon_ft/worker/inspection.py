@@ -103,7 +103,8 @@ def _inspect_job(config: RunConfig) -> JobInfo:
             'backend = "gloo", or give a map-style dataset'
         )
     undivided = undivided_optimizer(job)
-    samples = SampleReads(job, config.seed)
+    is_tolerant = config.loading.on_error == "skip"
+    samples = SampleReads(job, config.seed, is_tolerant=is_tolerant)
     # A coordinator's host may lack the device of the workers.
     run_on = torch.device("meta") if missing_device(config) else claim_device(config)
     device = "" if run_on.type == "meta" or config.is_emulated else device_name(run_on)
@@ -180,5 +181,5 @@ def load_examined(config: RunConfig, facts: Mapping[str, Fact]) -> Job:
     if is_stream(job.dataset):
         # One worker reads it, from a position.
         return job
-    SampleReads(job, config.seed, most=1).require(facts)
+    SampleReads(job, config.seed, most=1, is_tolerant=config.loading.on_error == "skip").require(facts)
     return job

@@ -1,4 +1,4 @@
-"""Processes that read samples ahead for a rank, each a loader; they end with the rank.
+"""Processes that read samples ahead for a rank, each a loader, or the reader of a stream; they end with the rank.
 
 They are forked from a server, a process that is forked from the rank before the rank has threads, connections or an
 accelerator. The server loads the job as the rank does, so that a dataset is never pickled, and a loader that is lost is
@@ -26,6 +26,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from io import BytesIO
 from math import prod
+from multiprocessing.connection import Connection
 from typing import Any, Final, NamedTuple, NoReturn
 
 import torch
@@ -38,6 +39,7 @@ from chameleon_ft.job_record import Fact
 from chameleon_ft.worker.execution.bad_steps import describe_error, noting
 from chameleon_ft.worker.execution.micro_batches import DatasetReads, MicroBatch, SampleSource
 from chameleon_ft.worker.inspection import load_examined
+from chameleon_ft.worker.streams import read_stream
 
 MAX_LOADERS: Final = 64
 
@@ -53,6 +55,10 @@ _REQUESTS: Final = 2
 _MAX_AHEAD: Final = 64
 _POLL_S: Final = 0.02
 _PROGRESS_BYTES: Final = 128
+# In place of the number of a loader: the reader of a stream.
+_READER: Final = -1
+# None is forked.
+_LOAD: Final = -2
 # Loaders that end while they read the same micro-batch, or before they have read any.
 _MAX_ENDS: Final = 3
 
@@ -88,11 +94,25 @@ class LoaderServer:
         """Start a loader of this number, and return the socket to it. Raises OSError if the server has ended."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
+        self._fork(number, theirs)
+        return ours
+
+    def load(self) -> None:
+        """Load the job before there is anything to read, because a reader that takes over has to begin at once."""
+        with socket.socket() as none:
+            self._fork(_LOAD, none)
+
+    def start_reader(self) -> Connection:
+        """Start a reader of a stream, and return the connection to it. Raises OSError if the server has ended."""
+        ours, theirs = socket.socketpair()
+        self._fork(_READER, theirs)
+        return Connection(ours.detach())
+
+    def _fork(self, number: int, theirs: socket.socket) -> None:
         with theirs:
             request = _NUMBER.pack(number) + self._job
             # The output of the dataset goes where that of this process goes.
             socket.send_fds(self._socket, [request], [theirs.fileno(), sys.stdout.fileno(), sys.stderr.fileno()])
-        return ours
 
     def progress(self, number: int) -> str:
         """Return the read of a loader; empty between two."""
@@ -126,6 +146,7 @@ class PrefetchedReads:
         start: starts a loader of that number; raises OSError if none can be started.
         waiting: returns a context inside which this thread waits for a read of that description.
         check: is called while it waits; raises CommunicationError if the generation is over.
+        ended: is called with the name of a loader that has ended, and with its read, before another takes its place.
         prefetch: steps to read ahead.
         steps: steps of the run.
     """
@@ -135,6 +156,7 @@ class PrefetchedReads:
     progress: Callable[[int], str]
     waiting: Callable[[str], AbstractContextManager[object]]
     check: Callable[[], None]
+    ended: Callable[[str, str], None]
     count: int
     prefetch: int
     steps: int
@@ -172,12 +194,13 @@ class PrefetchedReads:
                 self._read[key] = self.reads.read(step, micro_batch)
         found = self._read.pop(key)
         self._tell()
-        if isinstance(found, MicroBatch):
+        if isinstance(found, MicroBatch) and not found.left_out:
             return found
-        print(f"a loader failed: {found.text}; this worker reads the micro-batch once more itself", file=sys.stderr)
+        error = found.text if isinstance(found, ReadError) else next(iter(found.left_out.values()))
+        print(f"a loader failed: {error}; this worker reads the micro-batch once more itself", file=sys.stderr)
         if self._ends[key] >= _MAX_ENDS:
             # This process would end, too.
-            raise RuntimeError(found.text)
+            raise RuntimeError(error)
         return self.reads.read(step, micro_batch)
 
     def _reader_of(self, key: Key) -> _Loader | None:
@@ -271,6 +294,7 @@ class PrefetchedReads:
         loader.told.clear()
         if self._ends[None] < _MAX_ENDS + self.count:
             print(f"loader {loader.number} has ended{doing}; another one takes its place", file=sys.stderr)
+            self.ended(f"loader {loader.number}", doing.strip())
             self._start(loader.number)
         else:
             print("loaders end one after the other; this worker reads its samples itself", file=sys.stderr)
@@ -311,11 +335,14 @@ def _serve(requests: socket.socket, progress: mmap.mmap) -> NoReturn:
                 loaded = load_examined(config, samples), config
                 gc.collect()
                 gc.freeze()
-            if not os.fork():
+            if number != _LOAD and not os.fork():
                 requests.close()
                 end_with(own)
-                name_process(f"loader {number}")
+                name_process("stream" if number == _READER else f"loader {number}")
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                if number == _READER:
+                    read_stream(*loaded, Connection(files[0]))
+                    break
                 reads = DatasetReads.of(*loaded, reading=_Progress(progress, number).reading)
                 _load(socket.socket(fileno=files[0]), reads)
                 break

@@ -33,7 +33,7 @@ from chameleon_ft.host.fork_server import (
     terminations,
 )
 from chameleon_ft.host.processes import start_time
-from chameleon_ft.job import BoundarySpec
+from chameleon_ft.job import BoundarySpec, is_stream
 from chameleon_ft.protocol.address import CoordinatorAccess, require_worker_ports
 from chameleon_ft.protocol.job_info import LOOPBACK
 from chameleon_ft.protocol.messages import Crashed, Exit, Ready, Refused, Welcome
@@ -162,15 +162,18 @@ def _trainer(
         return slowed
 
     samples = json.loads(welcome.samples)
+    loaders.serve(config, samples)
+    job = load_examined(config, samples)
     reads_ahead = config.loading.processes > 0 and not config.is_emulated
-    if reads_ahead:
-        loaders.serve(config, samples)
-    else:
+    if is_stream(job.dataset):
+        loaders.load()
+        reads_ahead = True
+    elif not reads_ahead:
         loaders.close()
     context = RankContext(
         worker=worker,
         job=replace(
-            load_examined(config, samples),
+            job,
             built_in_full=welcome.built_in_full,
             side_outputs=welcome.side_outputs,
             fields=welcome.fields,

@@ -19,7 +19,15 @@ from chameleon_ft.worker.communicators.base import CommunicationError
 from chameleon_ft.worker.control_client import ControlClient
 from chameleon_ft.worker.device import wait_for_stream
 from chameleon_ft.worker.execution.bad_steps import BadStepError, Repetition, as_job_errors
-from chameleon_ft.worker.execution.commit import AppliedStep, CommitContext, Committer, ComputedStep, StateCheck, Wishes
+from chameleon_ft.worker.execution.commit import (
+    AppliedStep,
+    CommitContext,
+    Committer,
+    ComputedStep,
+    LeftOutError,
+    StateCheck,
+    Wishes,
+)
 from chameleon_ft.worker.execution.evaluation import Evaluator
 from chameleon_ft.worker.execution.executor import Executor
 from chameleon_ft.worker.execution.reductions import Reductions
@@ -84,12 +92,14 @@ class StepLoop:
         if order.roll_forward is not None and order.roll_forward.checkpoint:
             self._begin_checkpoint()
         bad: BadStepError | None = None
-        if order.rest is not None:
+        if order.rest is not None and order.continues_step:
             try:
                 vote = self._rest_of_step(order.rest)
                 self._evaluate_after(vote)
             except BadStepError as error:
                 bad = error
+            except LeftOutError as error:
+                self._leave_out(error)
         try:
             outcome = self._whole_steps(vote, bad)
         except _EndedByBadStepError:
@@ -169,6 +179,19 @@ class StepLoop:
 
     def _compute(self, reductions: Reductions, repetition: Repetition | None = None) -> Vote:
         """Run, commit, report and record a step, which may be computed again; return its vote."""
+        while True:
+            try:
+                return self._compute_once(reductions, repetition)
+            except LeftOutError as error:
+                self._leave_out(error)
+
+    def _leave_out(self, error: LeftOutError) -> None:
+        """Leave out what any worker has left out of the present step, which is to be computed again."""
+        step, micro_batches = self.committer.committed, self.executor.micro_batches
+        self.migration.resume(applied=False)
+        micro_batches.leave_out(micro_batches.draws(step, micro_batch)[row] for micro_batch, row in error.rows)
+
+    def _compute_once(self, reductions: Reductions, repetition: Repetition | None) -> Vote:
         order, step = self.generation.order, self.committer.committed
         start_s, start_unix_s = time.perf_counter(), unix_s()
         state = self.committer.begin()
@@ -301,6 +324,7 @@ class StepLoop:
             snapshots=self.snapshots,
             check=self.check,
             position_after=self.position_after,
+            batch=self.config.batch if self.config.loading.on_error == "skip" else None,
         )
 
     def _commit(self, computed: ComputedStep, *, start_s: float) -> Vote:

@@ -10,28 +10,26 @@ reader.
 
 from __future__ import annotations
 
-import gc
 import os
 import pickle
-import signal
 import threading
 import traceback
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from multiprocessing import current_process, get_context
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from chameleon_ft.config import Batch, RunConfig
+from chameleon_ft.config import RunConfig
 from chameleon_ft.data.samples import collated
 from chameleon_ft.data.streams import POSITION_KEY, StreamReader
 from chameleon_ft.errors import DataError
-from chameleon_ft.host.fork_server import end_with, exit_immediately, name_process, terminations
-from chameleon_ft.keys import generator_lock
+from chameleon_ft.host.processes import HostProcess, start_time
 from chameleon_ft.recovery.generation import WorkerOrders
 from chameleon_ft.worker.communicators.base import CommunicationError, Tag
 from chameleon_ft.worker.context import RankContext
@@ -43,11 +41,16 @@ from chameleon_ft.worker.state_transfer.layer_messages import receive_state, sen
 if TYPE_CHECKING:
     from chameleon_ft.job import Job
 
+Place = tuple[int, int]
+"""Of a sample in a stream: (epoch, its number in that)."""
+
 # Steps that are sent before they are trained. Those in the pipe of the reading process come in addition.
 _AHEAD: Final = 4
 # Of a message: micro-batches, with numbers in place of their tensors.
 _TREE: Final = "tree"
 _POLL_S: Final = 0.02
+# In a row: a stream that gives the error of the same sample again and again does not get past it.
+_MAX_LEFT_OUT: Final = 16
 _CPU: Final = torch.device("cpu")
 
 
@@ -58,33 +61,70 @@ class SamplesOfStep(NamedTuple):
     position: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """An error of a stream.
+
+    Attributes:
+        place: of the sample that cannot be read, as by `StreamReader.at`; None if reading another one would not help.
+    """
+
+    error: str
+    place: Place | None = None
+
+
 class ReadAhead:
     """Reads steps of a stream one after the other, in a process that continues while generations change.
 
-    Any thread may call its methods. A task of a generation that is over does not read any more.
+    A sample that a process cannot read is tried by another one. Any thread may call the methods. A task of a generation
+    that is over does not read any more.
+
+    Args:
+        start: Starts a process that runs `read_stream`, and returns the connection to it. Raises OSError.
+        unread: Is called with the step, the place and the error of a sample that is left out; None: none is.
+        ended: Is called with the name of a process that has ended by itself, and with its read.
     """
 
-    def __init__(self, job: Job, batch: Batch, *, seed: int) -> None:
-        self._job = job
-        self._batch = batch
-        self._seed = seed
+    def __init__(
+        self,
+        start: Callable[[], Connection],
+        *,
+        unread: Callable[[int, Place, str], None] | None,
+        ended: Callable[[str, str], None],
+    ) -> None:
+        self._start_process = start
+        self._unread = unread
+        self._ended = ended
         self._lock = threading.RLock()
-        self._process: Any = None
         self._pipe: Connection | None = None
+        # The number of the process, and when it was started.
+        self._process: tuple[int, int] | None = None
         self._error: str | None = None
         # The step that the process gives next, and the position before it.
         self._next: tuple[int, bytes] = (0, b"")
         # The step for which a process was started again, because one had ended by itself.
         self._restarted_for = -1
+        # Where the last process could not read on.
+        self._failed_at: Place | None = None
+        self._left_out: frozenset[Place] = frozenset()
+        # A step in which no more samples may be left out.
+        self._begun_step: int | None = None
         # (step, position before it, its samples), of the steps that have not been committed yet.
         self._read: deque[tuple[int, bytes, SamplesOfStep]] = deque()
 
-    def begin(self, step: int, position: bytes) -> None:
-        """Read from a step on, which begins at a position. What has been read from there on stays."""
+    def begin(self, step: int, position: bytes, *, left_out: Collection[Place] = (), is_begun: bool = False) -> None:
+        """Read from a step on, which begins at a position. What has been read from there on stays.
+
+        Args:
+            left_out: Places of samples that are left out, because they could not be read before.
+            is_begun: Workers hold results of the step, which has to have the same samples.
+        """
         with self._lock:
+            self._begun_step = step if is_begun else None
+            self._left_out |= frozenset(left_out)
             while self._read and self._read[0][:2] != (step, position):
                 self._read.popleft()
-            if self._process is not None and self._error is None and (self._read or self._next == (step, position)):
+            if self._pipe is not None and self._error is None and (self._read or self._next == (step, position)):
                 return
             self.close()
             self._next = step, position
@@ -92,15 +132,11 @@ class ReadAhead:
 
     def _start(self) -> None:
         """Start a process that reads the next steps."""
-        context = get_context("fork")
-        self._pipe, sending = context.Pipe(duplex=False)
-        arguments = (self._job, self._batch, self._seed, self._next[1], sending, os.getpid())
-        # Daemons end with this process, if that ends by itself.
-        self._process = context.Process(target=_read_main, args=arguments, daemon=True)
-        # The forked thread owns the lock, too. Held by another one, it would never be released there.
-        with generator_lock:
-            self._process.start()
-        sending.close()
+        try:
+            self._pipe = self._start_process()
+            self._pipe.send((self._next[1], self._left_out))
+        except OSError as error:
+            self._error = f"no process that reads the stream can be started: {error}"
 
     def take(self, step: int, mover: Mover) -> SamplesOfStep:
         """Return the samples of a step, which is no other than one read before or the next one.
@@ -115,35 +151,64 @@ class ReadAhead:
                 if number == step:
                     return samples
             assert step == self._next[0], "the steps of a stream are read in order"
-            assert self._pipe is not None
-            found = self._error or self._receive(mover)
-            if isinstance(found, str):
-                self._error = found
-                raise DataError(found)
-            self._read.append((step, self._next[1], found))
-            self._next = step + 1, found.position
-            return found
+            while self._error is None:
+                found = self._receive(mover)
+                if isinstance(found, SamplesOfStep):
+                    self._read.append((step, self._next[1], found))
+                    self._next = step + 1, found.position
+                    return found
+                self._fail(found)
+            raise DataError(self._error)
 
-    def _receive(self, mover: Mover) -> SamplesOfStep | str:
+    def _receive(self, mover: Mover) -> SamplesOfStep | _Failure | None:
+        """Return what the process sends next; None if it has ended."""
+        assert self._pipe is not None
+        try:
+            if self._process is None:
+                self._wait(mover)
+                self._process = self._pipe.recv()
+            self._wait(mover)
+            found: SamplesOfStep | _Failure = pickle.loads(self._pipe.recv_bytes())
+        except (EOFError, OSError):
+            return None
+        return found
+
+    def _wait(self, mover: Mover) -> None:
+        """Wait until the process has sent something, or raise EOFError once it has ended."""
         assert self._pipe is not None
         while not self._pipe.poll(_POLL_S):
             mover.check()
-        try:
-            found = pickle.loads(self._pipe.recv_bytes())
-        except EOFError:
-            self._process.join()
-            code = self._process.exitcode
-            if self._restarted_for == self._next[0]:
-                return (
-                    f"the process that reads the stream ends by itself, with exit code {code}, whenever it is started"
-                )
+            # Processes of the stream's own may hold the other end of the pipe.
+            if self._process is not None and start_time(self._process[0]) != self._process[1] and not self._pipe.poll():
+                raise EOFError
+
+    def _fail(self, failure: _Failure | None) -> None:
+        """Have another process read on after a failure, or the end of the process; or note the error."""
+        step = self._next[0]
+        if failure is None:
+            if self._restarted_for == step:
+                self._error = "the process that reads the stream ends by itself, whenever it is started"
+                return
             # The system may have ended it for the memory that others take.
-            print(f"the process that reads the stream has ended with exit code {code}; another is started", flush=True)
-            self._restarted_for = self._next[0]
-            self._pipe.close()
-            self._start()
-            return self._receive(mover)
-        return found if isinstance(found, str) else SamplesOfStep(dict(enumerate(found[0])), found[1])
+            print("the process that reads the stream has ended; another is started", flush=True)
+            self._ended("the reader of the stream", f"reading the samples of step {step}")
+            self._restarted_for = step
+        elif failure.place is None:
+            self._error = failure.error
+            return
+        elif failure.place != self._failed_at:
+            print(f"{failure.error}; another process tries the sample", flush=True)
+            self._failed_at = failure.place
+        else:
+            epoch, number = failure.place
+            row = {(epoch, earlier) for earlier in range(number - _MAX_LEFT_OUT, number)}
+            if self._unread is None or step == self._begun_step or row <= self._left_out:
+                self._error = failure.error
+                return
+            self._unread(step, failure.place, failure.error)
+            self._left_out |= {failure.place}
+        self._end()
+        self._start()
 
     def drop_before(self, step: int) -> None:
         """Release the samples of earlier steps."""
@@ -156,63 +221,81 @@ class ReadAhead:
         with self._lock:
             self._read.clear()
             self._error = None
-            if self._process is not None:
-                self._process.kill()
-                self._process.join()
-                self._process = None
-            if self._pipe is not None:
-                self._pipe.close()
-                self._pipe = None
+            self._end()
+
+    def _end(self) -> None:
+        if self._pipe is not None:
+            self._pipe.close()
+            self._pipe = None
+        if self._process is not None:
+            number, started = self._process
+            with suppress(OSError):
+                HostProcess.found(number, started=started).kill()
+            self._process = None
 
 
-def _read_main(job: Job, batch: Batch, seed: int, position: bytes, pipe: Connection, parent: int) -> None:
-    """Send the samples of one step after the other, or why there are none, as text."""
-    end_with(parent)
-    _detach()
-    reader: StreamReader | None = None
+def read_stream(job: Job, config: RunConfig, pipe: Connection) -> None:
+    """Send the samples of one step after the other, or why there are none, from the position that is received."""
+    position, left_out = pipe.recv()
+    own, batch = os.getpid(), config.batch
     try:
-        reader = StreamReader(cast(Any, job.dataset), seed, position)
+        pipe.send((own, start_time(own)))
+        reader = StreamReader(cast(Any, job.dataset), config.seed, position, left_out=left_out)
         while True:
-            samples = [
-                # The place is taken before the samples are read.
-                collated(place=reader.at, samples=reader.read(batch.micro_batch_size), collate=job.collate, seed=seed)
-                for _ in range(batch.micro_batches)
-            ]
-            _send(pipe, (samples, reader.position()))
+            pairs = {
+                number: _read_micro_batch(reader, job, batch.micro_batch_size, config.seed)
+                for number in range(batch.micro_batches)
+            }
+            # By the connection's own pickler, tensors would be in files that end with this process.
+            pipe.send_bytes(pickle.dumps(SamplesOfStep(pairs, reader.position())))
+    except BrokenPipeError:
+        return
     except DataError as error:
-        _send(pipe, str(error))
+        failure = _Failure(str(error))
+    except _SampleError as error:
+        traceback.print_exception(error.error)
+        number, epoch = error.place[1], error.place[0]
+        failure = _Failure(
+            f"{describe_error(error.error)}, reading sample {number} of epoch {epoch} of the stream", error.place
+        )
     except (Exception, SystemExit) as error:  # noqa: BLE001 - of the user's code
         traceback.print_exc()
-        _send(pipe, f"{describe_error(error)}, reading {'the stream' if reader is None else reader.place}")
-    exit_immediately(0)
+        failure = _Failure(f"{describe_error(error)}, reading the stream")
+    with suppress(BrokenPipeError):
+        pipe.send_bytes(pickle.dumps(failure))
 
 
-def _send(pipe: Connection, found: Any) -> None:
-    try:
-        pipe.send_bytes(pickle.dumps(found))
-    except BrokenPipeError:
-        exit_immediately(1)
+class _SampleError(Exception):
+    """The stream's own error for a sample at a place, or that of `collate`."""
+
+    def __init__(self, place: Place, error: BaseException) -> None:
+        super().__init__(place)
+        self.place = place
+        self.error = error
 
 
-def _detach() -> None:
-    """Share nothing with the rank that this process was forked from: no connection, no handler, no threads."""
-    # Destructors of the rank's objects would wait for its threads.
-    gc.freeze()
-    name_process("stream")
-    for number in terminations():
-        signal.signal(number, signal.SIG_DFL)
-    # A connection would seem open to its other end until this process ends, too. Its number must not be used again.
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for entry in Path("/proc/self/fd").iterdir():
+def _read_micro_batch(reader: StreamReader, job: Job, size: int, seed: int) -> tuple[Any, Any]:
+    # Its place is where the sample before it ends.
+    place, samples = reader.at, {}
+    for _ in range(size):
         try:
-            is_socket = str(entry.readlink()).startswith("socket:")
-        except OSError:
-            continue
-        if is_socket:
-            os.dup2(nothing, int(entry.name))
-    # The stream may have processes of its own.
-    current_process()._config["daemon"] = False  # type: ignore[attr-defined]
-    torch.set_num_threads(1)
+            (sample,) = reader.read(1)
+        except DataError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise _SampleError(reader.at, error) from error
+        epoch, number = reader.at
+        samples[epoch, number - 1] = sample
+    collating = partial(collated, collate=job.collate, seed=seed, place=place)
+    try:
+        return collating(list(samples.values()))
+    except Exception:
+        for own_place, sample in samples.items():
+            try:
+                collating([sample] * size)
+            except Exception as error:
+                raise _SampleError(own_place, error) from error
+        raise
 
 
 class StreamFeed:
@@ -233,6 +316,8 @@ class StreamFeed:
         self._config = config
         self._ahead = ahead
         self._first_step = order.first_step
+        self._left_out = [(epoch, sample) for _, epoch, sample in order.left_out]
+        self._is_begun = order.continues_step
         # Shared with the task, under `Mover.changed`:
         self._step = order.first_step
         self._found: dict[int, SamplesOfStep] = {}
@@ -241,7 +326,7 @@ class StreamFeed:
     def begin(self, position: bytes) -> None:
         """Begin to read, at the position of the first step, or to receive."""
         if self._rank.worker == self._reader:
-            self._ahead.begin(self._first_step, position)
+            self._ahead.begin(self._first_step, position, left_out=self._left_out, is_begun=self._is_begun)
             self._mover.start(self._run, self._give)
         else:
             self._ahead.close()

@@ -17,8 +17,10 @@ from chameleon_ft.protocol.messages import (
     Crashed,
     Exit,
     Finished,
+    LoaderEnded,
     PeerFailed,
     Refused,
+    SampleUnread,
     SnapshotTaken,
     Started,
     StartGeneration,
@@ -37,7 +39,7 @@ from chameleon_ft.worker.execution.bad_steps import BadStepError, JobError, noti
 from chameleon_ft.worker.execution.commit import Committer, StateCheck, StateDiffersError
 from chameleon_ft.worker.execution.evaluation import Evaluator
 from chameleon_ft.worker.execution.executor import Executor
-from chameleon_ft.worker.execution.micro_batches import DatasetReads, MicroBatches, SampleSource
+from chameleon_ft.worker.execution.micro_batches import DatasetReads, Draw, MicroBatches, SampleSource
 from chameleon_ft.worker.execution.steps import StepRecorder
 from chameleon_ft.worker.generation import Generation, Preparations
 from chameleon_ft.worker.loaders import LoaderServer, PrefetchedReads
@@ -70,9 +72,18 @@ class Trainer:
         self._new_communicators = new_communicators
         self._stream: ReadAhead | None = None
         if is_stream(rank.job.dataset):
-            self._stream = ReadAhead(rank.job, config.batch, seed=config.seed)
+            assert loaders is not None
+            self._stream = ReadAhead(
+                loaders.start_reader,
+                unread=self._report_unread if config.loading.on_error == "skip" else None,
+                ended=self._report_ended,
+            )
         else:
-            self._micro_batches = self._batches_of(self._dataset_source(loaders))
+            reads = DatasetReads.of(rank.job, config, reading=self._reading)
+            source = reads if loaders is None else self._prefetched(reads, loaders)
+            self._micro_batches = MicroBatches(
+                source, rank.device, rank.job, draws=reads.draws, unread=self._report_unread
+            )
         self._evaluator = None if rank.job.evaluation is None else Evaluator(rank, config, reading=self._reading)
         self._state = RankState(rank, config, run, client)
         client.snapshot_resolved = self._state.snapshots.resolve
@@ -96,19 +107,14 @@ class Trainer:
             before_write=lambda step: rank.faults.at("checkpoint", step),
         )
 
-    def _batches_of(self, source: SampleSource) -> MicroBatches:
-        return MicroBatches(source, self._rank.device, self._rank.job)
-
-    def _dataset_source(self, loaders: LoaderServer | None) -> SampleSource:
-        reads = DatasetReads.of(self._rank.job, self._config, reading=self._reading)
-        if loaders is None:
-            return reads
+    def _prefetched(self, reads: SampleSource, loaders: LoaderServer) -> SampleSource:
         return PrefetchedReads(
             reads=reads,
             start=loaders.start,
             progress=loaders.progress,
             waiting=self._reading,
             check=self._require_generation,
+            ended=self._report_ended,
             count=self._config.loading.processes,
             prefetch=self._config.loading.prefetch,
             steps=self._config.steps,
@@ -296,6 +302,17 @@ class Trainer:
             )
         )
 
+    def _report_unread(self, step: int, draw: Draw, error: str) -> None:
+        """Report a sample that is left out; the report arrives even if this rank is lost right afterwards."""
+        epoch, sample = draw
+        is_replaced = self._stream is not None
+        self._client.send(SampleUnread(step=step, epoch=epoch, sample=sample, error=error, is_replaced=is_replaced))
+        with suppress(TimeoutError):
+            self._client.flush()
+
+    def _report_ended(self, loader: str, doing: str) -> None:
+        self._client.send(LoaderEnded(loader=loader, doing=doing))
+
     def _report_snapshot(self, generation: int, step: int, held_up_s: float) -> None:
         """Report this rank's part of a snapshot; the report arrives even if this rank is lost right afterwards."""
         self._client.send(SnapshotTaken(generation=generation, step=step, held_up_s=held_up_s))
@@ -337,14 +354,18 @@ class Trainer:
                 taken=partial(self._report_snapshot, generation.number),
             )
         feed = None
-        if self._stream is not None:
+        if self._stream is None:
+            self._micro_batches.leave_out((epoch, sample) for _, epoch, sample in order.left_out)
+        else:
             feed = StreamFeed(self._rank, order, mover, config=self._config, ahead=self._stream)
             feed.begin(held.position)
         self._preparations.training(generation.number, migration)
         executor = Executor(
             rank=self._rank,
             held=held,
-            micro_batches=self._micro_batches if feed is None else self._batches_of(feed),
+            micro_batches=self._micro_batches
+            if feed is None
+            else MicroBatches(feed, self._rank.device, self._rank.job),
             communicators=mover.communicators,
             await_parameters=committer.await_parameters,
         )

@@ -56,6 +56,35 @@ def state_differs(draft: Draft, message: messages.StateDiffers) -> None:
         draft.state = replace(draft.state, checkpoints=replace(checkpoints, is_reread=bool(found.undecided)))
 
 
+def sample_unread(draft: Draft, worker: int, message: messages.SampleUnread) -> None:
+    """Have all workers leave out a sample that one could not read."""
+    health, sample = draft.state.health, (message.step, message.epoch, message.sample)
+    if sample in health.left_out:
+        return
+    draft.state = replace(draft.state, health=replace(health, left_out=health.left_out | {sample}))
+    draft.record(
+        kinds.SampleLeftOut(
+            step=message.step,
+            epoch=message.epoch,
+            sample=message.sample,
+            worker=worker,
+            host=draft.state.hosts().get(worker, ""),
+            error=message.error,
+            is_replaced=message.is_replaced,
+            message=f"sample {message.sample} is left out of step {message.step}: {message.error}",
+        )
+    )
+
+
+def loader_ended(draft: Draft, worker: int, message: messages.LoaderEnded) -> None:
+    """Record that a process that reads samples has ended, and that the worker has replaced it."""
+    host = draft.state.hosts().get(worker, "")
+    where = f"worker {worker}{f' on {host}' if host else ''}"
+    doing = f" while {message.doing}" if message.doing else ""
+    text = f"{message.loader} of {where} has ended{doing}; another one takes its place"
+    draft.record(kinds.LoaderEnded(worker=worker, host=host, loader=message.loader, doing=message.doing, message=text))
+
+
 def bad_step(draft: Draft, worker: int, message: messages.BadStep) -> None:
     """Collect the workers' reports of a bad step, and act once all have reported: until then, some compute it.
 

@@ -346,6 +346,7 @@ class Health:
         disagreement: the one for which all workers return to a checkpoint.
         doubted: workers that differed before the last return, since which holders have not agreed.
         skipped: bad steps, whose samples are left out.
+        left_out: (step, epoch, sample) of the samples that some worker could not read.
         reports: worker -> its reports of bad steps that not all workers have reported yet, oldest first.
         reporting: such a step -> the workers that trained it.
         ending: why the run ends after the present step; empty if it does not.
@@ -356,6 +357,7 @@ class Health:
     disagreement: Disagreement | None = None
     doubted: frozenset[int] = frozenset()
     skipped: frozenset[int] = frozenset()
+    left_out: frozenset[tuple[int, int, int]] = frozenset()
     reports: Mapping[int, tuple[BadStep, ...]] = FrozenMap({})
     reporting: Mapping[int, frozenset[int]] = FrozenMap({})
     ending: str = ""

@@ -162,13 +162,20 @@ class State:
 
     @classmethod
     def before(
-        cls, settings: Settings, *, last_generation: int = 0, skipped: Iterable[int] = (), term: int = 0
+        cls,
+        settings: Settings,
+        *,
+        last_generation: int = 0,
+        skipped: Iterable[int] = (),
+        left_out: Iterable[tuple[int, int, int]] = (),
+        term: int = 0,
     ) -> Self:
         """Return the state of a run that no worker has joined.
 
         Args:
             last_generation: the last generation of the resumed run, whose numbering continues.
             skipped: steps that it has found to be bad.
+            left_out: samples that it could not read; see `Health`.
             term: in which the coordinator leads.
         """
         return cls(
@@ -180,7 +187,7 @@ class State:
             detectors=Detectors.with_timeouts(settings.timeouts),
             respawns=Respawns(settings.recovery),
             history=FailureHistory.before(settings.recovery),
-            health=Health(skipped=frozenset(skipped)),
+            health=Health(skipped=frozenset(skipped), left_out=frozenset(left_out)),
         )
 
     @property

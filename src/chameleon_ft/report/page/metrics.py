@@ -24,6 +24,7 @@ from chameleon_ft.report.view import CONDITIONS, WORKER_STATES, RunReport, RunVi
 
 _COUNTED: Final[Mapping[type[Event], tuple[str, str]]] = {
     kinds.BadStep: ("chameleon_bad_steps", "Steps whose loss or gradient was bad."),
+    kinds.SampleLeftOut: ("chameleon_left_out_samples", "Samples that could not be read, and were left out."),
     kinds.EmptyStep: ("chameleon_empty_steps", "Steps without a loss term, which were skipped."),
     kinds.Refused: ("chameleon_refused_connections", "Connections that were rejected, as far as they are recorded."),
     kinds.CheckpointFailed: ("chameleon_failed_checkpoints", "Checkpoints that could not be written."),

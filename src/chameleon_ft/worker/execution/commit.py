@@ -25,6 +25,7 @@ import numpy as np
 import torch
 import xxhash
 
+from chameleon_ft.config import Batch
 from chameleon_ft.errors import ChameleonError, ControlError
 from chameleon_ft.plan.rest import StepProgress
 from chameleon_ft.plan.shards import Sharding
@@ -61,6 +62,18 @@ class StateDiffersError(ChameleonError):
     def __init__(self, checksums: Mapping[int, Mapping[int, int]]) -> None:
         self.checksums = checksums
         super().__init__(f"the holders of layers {sorted(checksums)} have different states")
+
+
+class LeftOutError(ChameleonError):
+    """Workers have left out different samples of a step, which is to be computed again without all of these.
+
+    Attributes:
+        rows: (micro-batch, row) of the samples.
+    """
+
+    def __init__(self, rows: Collection[tuple[int, int]]) -> None:
+        self.rows = rows
+        super().__init__(f"samples {sorted(rows)} are left out only by some workers")
 
 
 class _Slot(NamedTuple):
@@ -191,6 +204,8 @@ class CommitContext:
     check: StateCheck | None = None
     position_after: Callable[[int], bytes] | None = None
     """Waits until it is known where in the stream of samples a step ends."""
+    batch: Batch | None = None
+    """The batch of a step of which samples may be left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,6 +287,7 @@ class Committer:
             CommunicationError: a reduction or the vote failed.
             StateDiffersError: the state before the update differs between holders; no rank applies the step.
             JobError: the first layer and the loss have got different samples; no rank applies the step.
+            LeftOutError: the same, because some workers cannot read a sample; no rank applies the step.
             ControlError: some contribution is missing, or is there twice; no rank applies the step.
             BadStepError: the loss or the gradient is bad; no rank applies the step.
         """
@@ -414,6 +430,8 @@ class Committer:
         logged, others = dict(zip(self._side_names, sides, strict=True)), others[len(side) :]
         auxiliary_sum, _ = logged.pop(AUXILIARY, (0.0, 0.0))
         _require_all(voters, context.members)
+        if draws and context.batch is not None:
+            self._require_equal(stats.left_out, context.batch, context)
         if draws:
             raise JobError(
                 f"`dataset` reads a sample of step {self.committed} differently for the inputs and for the targets; "
@@ -452,6 +470,15 @@ class Committer:
     def _side_names(self) -> list[str]:
         """The names of all that layers give beside their outputs, in the order of the vote."""
         return sorted({name for names in self.rank.job.side_outputs for name in names})
+
+    def _require_equal(self, left_out: Collection[tuple[int, int]], batch: Batch, context: CommitContext) -> None:
+        """Raise LeftOutError with the samples that any worker has left out, if there are some."""
+        size = batch.micro_batch_size
+        rows = [divmod(number, size) for number in range(batch.samples)]
+        voters, *found = self._sum([1.0, *(float(row in left_out) for row in rows)], context)
+        _require_all(voters, context.members)
+        if any(found):
+            raise LeftOutError([row for row, count in zip(rows, found, strict=True) if count])
 
     def total(self, numbers: Sequence[float], context: CommitContext) -> list[float]:
         """Return the sums of numbers of all members, in a vote of its own. Raises CommunicationError."""

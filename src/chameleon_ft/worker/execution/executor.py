@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from chameleon_ft.cost.memory import MessageBuffers
+from chameleon_ft.errors import ConfigError
 from chameleon_ft.job import sample_count
 from chameleon_ft.keys import generator_lock
 from chameleon_ft.models.precision import loss_and_terms, terms_of
@@ -28,7 +29,13 @@ from chameleon_ft.worker.device import wait_for_stream
 from chameleon_ft.worker.execution.backward import SavedActivations
 from chameleon_ft.worker.execution.bad_steps import Repetition, noting
 from chameleon_ft.worker.execution.layers import NO_FIELDS, HeldLayers
-from chameleon_ft.worker.execution.micro_batches import MicroBatches, reads_samples, uses_inputs
+from chameleon_ft.worker.execution.micro_batches import (
+    MicroBatch,
+    MicroBatches,
+    reads_samples,
+    uses_inputs,
+    without_rows,
+)
 from chameleon_ft.worker.execution.steps import CountedLoss, Result, StepState, StepStats, hop_of
 
 
@@ -178,8 +185,8 @@ class Executor:
         execution = _StepExecution(self, state, operations, fault_at, counted, resent_gradients)
         execution.send_again(resends)
         stats = execution.run(after)
-        # The reads for the parts that were done before the interruption are not known any more.
-        stats.draws = 0
+        # The reads for the parts that were done before the interruption are not known any more. No sample was left out.
+        stats.draws = len(stats.left_out)
         return stats
 
     def evaluate(
@@ -385,6 +392,7 @@ class _StepExecution:
         if uses_inputs(operation, executor.rank.job):
             read = executor.micro_batches(step, operation.micro_batch)
             fields = read.fields
+            self._note_left_out(operation.micro_batch, read, is_compared=operation.first)
         if operation.first:
             boundary = read.input_of(executor.rank.job)
             self._stats.draws += read.digest
@@ -398,7 +406,7 @@ class _StepExecution:
             step=step,
             num_layers=len(executor.rank.boundaries),
             fields=fields,
-            terms=lambda: terms_of(executor.rank.job, executor.micro_batches(step, operation.micro_batch).targets),
+            terms=lambda: terms_of(executor.rank.job, executor.micro_batches(step, operation.micro_batch).counted),
         )
         output = saved.forward(boundary)
         if hop_of(operation) in self._backwards:
@@ -409,8 +417,15 @@ class _StepExecution:
         return output.detach()
 
     def _loss(self, micro_batch: int, output: Tensor) -> Tensor:
-        _, targets, digest = self._executor.micro_batches(self._state.step, micro_batch)
-        self._stats.draws -= digest
+        read = self._executor.micro_batches(self._state.step, micro_batch)
+        self._stats.draws -= read.digest
+        self._note_left_out(micro_batch, read, is_compared=True)
+        if read.left_out and len(output) != sample_count(read.targets):
+            raise ConfigError(
+                f"a sample is to be left out (loading.on_error), but the last layer returns {len(output)} rows for "
+                f"{sample_count(read.targets)} samples; let it return a row for each"
+            )
+        output, targets = without_rows(output, read.left_out), read.counted
         with noting("in the loss"):
             loss, terms = loss_and_terms(self._executor.rank.job, output, targets)
         if micro_batch not in self._counted:
@@ -420,6 +435,13 @@ class _StepExecution:
         if self._measure is not None:
             self._measure(micro_batch, output, targets)
         return loss
+
+    def _note_left_out(self, micro_batch: int, read: MicroBatch, *, is_compared: bool) -> None:
+        """Note which samples of a micro-batch are left out; `is_compared`: its digest is among the draws."""
+        self._stats.left_out.update((micro_batch, row) for row in read.left_out)
+        if not is_compared and any(read.left_out.values()):
+            # The workers of the first layer and of the loss may have read them.
+            self._stats.draws += 1
 
     def _on_boundary(self, make: Callable[..., Tensor], layer: int) -> Tensor:
         """Make a tensor of the shape and type of the output of `layer`."""

@@ -6,7 +6,7 @@ step which ones this rank will need, so that it can read while operations run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any, Final, NamedTuple, Protocol, Self
@@ -19,11 +19,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 from chameleon_ft.config import Batch, RunConfig
 from chameleon_ft.data.mixture import sample_order
 from chameleon_ft.data.order import EvaluationOrder
-from chameleon_ft.data.samples import fields_of, load_micro_batch
+from chameleon_ft.data.samples import fields_of, load_micro_batch, load_readable
 from chameleon_ft.job import Dataset, Job
 from chameleon_ft.models.fields import require_padding_at_end
+from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.schedule import Operation, OperationKind
 from chameleon_ft.side_outputs import AUXILIARY
+from chameleon_ft.worker.execution.bad_steps import describe_error
 
 KEPT_MICRO_BATCHES: Final = 64
 """The latest micro-batches stay loaded, because a hop reads its inputs, and later its targets, one by one."""
@@ -35,19 +37,27 @@ class MicroBatch(NamedTuple):
     Attributes:
         digest: A digest of the values of all tensors, as they were read: below 2**40, so that a float64 holds sums of
             many.
+        left_out: The rows that do not count, because their samples cannot be read, with the error that this worker has
+            met; empty if all workers leave it out.
     """
 
     inputs: Any
     targets: Any
     digest: int = 0
+    left_out: Mapping[int, str] = FrozenMap({})
 
     @classmethod
-    def of(cls, inputs: Any, targets: Any) -> MicroBatch:
-        """Return what was read, with its digest."""
+    def of(cls, inputs: Any, targets: Any, left_out: Mapping[int, str] = FrozenMap({})) -> MicroBatch:
+        """Return what was read, with the digest of the rows that count."""
         values = xxhash.xxh3_64()
-        for tensor in tree_leaves((inputs, targets)):
+        for tensor in tree_leaves(without_rows((inputs, targets), left_out)):
             values.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-        return cls(inputs, targets, values.intdigest() >> 24)
+        return cls(inputs, targets, values.intdigest() >> 24, left_out)
+
+    @property
+    def counted(self) -> Any:
+        """The targets of the samples that count."""
+        return without_rows(self.targets, self.left_out)
 
     @property
     def fields(self) -> Mapping[str, Tensor]:
@@ -58,6 +68,17 @@ class MicroBatch(NamedTuple):
         """Return the first argument of layer 0."""
         first: Tensor = self.fields[job.fields[0][0]] if job.fields else self.inputs
         return first
+
+
+def without_rows(tensors: Any, rows: Collection[int]) -> Any:
+    """Return a tensor, or a tree of them, without some rows."""
+    if not rows:
+        return tensors
+    return tree_map(lambda tensor: tensor[[row for row in range(len(tensor)) if row not in rows]], tensors)
+
+
+Draw = tuple[int, int]
+"""(epoch, id of a sample)"""
 
 
 class SampleSource(Protocol):
@@ -79,6 +100,7 @@ class DatasetReads:
         order: their order; None: that of training.
         first_sample: Returns the position of the first sample of a step; None: all steps from 0 on have this batch.
         reading: Returns a context inside which the sample of this description is read.
+        is_tolerant: Whether samples that cannot be read are left out.
     """
 
     def __init__(
@@ -91,6 +113,7 @@ class DatasetReads:
         order: EvaluationOrder | None = None,
         first_sample: Callable[[int], int] | None = None,
         reading: Callable[[str], AbstractContextManager[object]] = nullcontext,
+        is_tolerant: bool = False,
     ) -> None:
         self._dataset: Dataset = dataset or job.dataset
         self._collate = job.collate
@@ -98,11 +121,19 @@ class DatasetReads:
         self._order = order or sample_order(self._dataset, seed)
         self._first_sample = first_sample or (lambda step: step * batch.samples)
         self._reading = reading
+        self._is_tolerant = is_tolerant
 
     @classmethod
     def of(cls, job: Job, config: RunConfig, *, reading: Callable[[str], AbstractContextManager[object]]) -> Self:
         """Return the reads of a run."""
-        return cls(job, config.batch, seed=config.seed, first_sample=config.first_sample, reading=reading)
+        return cls(
+            job,
+            config.batch,
+            seed=config.seed,
+            first_sample=config.first_sample,
+            reading=reading,
+            is_tolerant=config.loading.on_error == "skip",
+        )
 
     def expect(self, step: int, wanted: Sequence[int], following: Sequence[int]) -> None:
         """See `SampleSource`."""
@@ -115,18 +146,52 @@ class DatasetReads:
         def reading(index: int) -> AbstractContextManager[object]:
             return self._reading(f"reading sample {index} of micro-batch {micro_batch} in step {step}")
 
-        read = load_micro_batch(self._dataset, self._order, first, size, collate=self._collate, reading=reading)
-        return MicroBatch.of(*read)
+        if not self._is_tolerant:
+            read = load_micro_batch(self._dataset, self._order, first, size, collate=self._collate, reading=reading)
+            return MicroBatch.of(*read)
+        pair, errors = load_readable(self._dataset, self._order, first, size, collate=self._collate, reading=reading)
+        if errors and any(tensor.shape[:1] != (size,) for tensor in tree_leaves(pair)):
+            # There is no row to leave out.
+            raise next(iter(errors.values()))
+        return MicroBatch.of(*pair, {row: describe_error(error) for row, error in errors.items()})
+
+    def draws(self, step: int, micro_batch: int) -> list[Draw]:
+        """Return which samples a micro-batch has, by their rows."""
+        size = self._batch.micro_batch_size
+        draws = self._order.draws_at(self._first_sample(step) + micro_batch * size, size)
+        return [(epoch, index) for index, epoch in draws]
 
 
 class MicroBatches:
-    """The micro-batches of a source on `device`, of which the latest are kept."""
+    """The micro-batches of a source on `device`, of which the latest are kept.
 
-    def __init__(self, source: SampleSource, device: torch.device, job: Job) -> None:
+    Args:
+        draws: Returns which samples the micro-batch of a step has, by their rows; for a source that leaves some out.
+        unread: Is called with the step, a sample that this worker cannot read, and its error.
+    """
+
+    def __init__(
+        self,
+        source: SampleSource,
+        device: torch.device,
+        job: Job,
+        *,
+        draws: Callable[[int, int], Sequence[Draw]] = lambda step, micro_batch: (),
+        unread: Callable[[int, Draw, str], None] = lambda step, draw, error: None,
+    ) -> None:
         self._source = source
         self._job = job
         self._device = device
+        self.draws = draws
+        self._unread = unread
+        self._left_out: frozenset[Draw] = frozenset()
         self._load = lru_cache(KEPT_MICRO_BATCHES)(self._loaded)
+
+    def leave_out(self, draws: Iterable[Draw]) -> None:
+        """Leave samples out of their micro-batches from now on, as all workers do."""
+        if not self._left_out.issuperset(draws := frozenset(draws)):
+            self._left_out |= draws
+            self._load.cache_clear()
 
     def expect(self, step: int, operations: Iterable[Operation], following: Iterable[Operation]) -> None:
         """Tell the source that a step is to run these operations, and each step after it the following ones."""
@@ -139,10 +204,17 @@ class MicroBatches:
     def _loaded(self, step: int, micro_batch: int) -> MicroBatch:
         read = self._source.read(step, micro_batch)
         require_padding_at_end(self._job, read.fields)
+        if read.left_out or self._left_out:
+            draws = self.draws(step, micro_batch)
+            known = {row: "" for row, draw in enumerate(draws) if draw in self._left_out}
+            for row in read.left_out.keys() - known:
+                self._unread(step, draws[row], read.left_out[row])
+            if known:
+                read = MicroBatch.of(read.inputs, read.targets, {**read.left_out, **known})
         if isinstance(read.inputs, Tensor) and isinstance(read.targets, Tensor):
-            return MicroBatch(read.inputs.to(self._device), read.targets.to(self._device), read.digest)
+            return read._replace(inputs=read.inputs.to(self._device), targets=read.targets.to(self._device))
         inputs, targets = tree_map(lambda tensor: tensor.to(self._device), (read.inputs, read.targets))
-        return MicroBatch(inputs, targets, read.digest)
+        return read._replace(inputs=inputs, targets=targets)
 
     def _reads_of(self, operations: Iterable[Operation]) -> list[int]:
         return list(dict.fromkeys(each.micro_batch for each in operations if reads_samples(each, self._job)))

@@ -133,6 +133,8 @@ class StepStats:
     """Seconds in which this worker read samples, between its operations."""
     draws: int = 0
     """Digests of the micro-batches read for the first layer, less those read for the loss; all workers' add up to 0."""
+    left_out: set[tuple[int, int]] = field(default_factory=set)
+    """(micro-batch, row) of the samples that this worker has left out."""
     spans: list[Span] = field(default_factory=list)
     """Of each operation, in order."""
     sent: dict[tuple[int, bool], list[float]] = field(default_factory=dict)

@@ -118,7 +118,8 @@ class ModelOnDevice:
 
     def __init__(self, job: Job, config: RunConfig, device: torch.device) -> None:
         size = config.batch.micro_batch_size
-        self._samples, self._size = SamplesInOrder(job.dataset, config.seed, job.collate), size
+        self._samples = SamplesInOrder(job.dataset, config.seed, job.collate, is_tolerant=True)
+        self._size = size
         self.job = with_fields(job, *self._samples.micro_batch(0, size))
         self.boundaries = boundary_specs(self.job, size, device=device, seed=config.seed)
         self.seed = config.seed
