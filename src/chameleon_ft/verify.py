@@ -416,7 +416,7 @@ class PlainLoop:
         """Take over the state of all layers from a checkpoint. Raises ConfigError if it cannot be read."""
         position = _read(checkpoints, layer_part(step, 0)).get(POSITION_KEY)
         if position is not None:
-            self._samples.begin(self._config.first_sample(step), position)
+            self._samples.begin(self._config.samples_before(step), position)
         options = self._optimizer.defaults
         on_host = None if options.get("fused") or options.get("capturable") else "step"  # as torch has the counter
         for number, layer in enumerate(self._layers):

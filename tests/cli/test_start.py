@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from chameleon_ft.config import TrainConfig
+from chameleon_ft.config import RunConfig, Skip, TrainConfig
 from chameleon_ft.data import load_sources
 from chameleon_ft.errors import ConfigError, LeaseError
 from chameleon_ft.storage.checkpoints import complete_checkpoints, mark_complete
@@ -262,6 +262,34 @@ def test_a_run_goes_on_from_a_chosen_step(chameleon: CommandLine, config_file: P
     assert complete_checkpoints(run.checkpoints) == before
     chameleon.configured("train", "--resume", run.path, "--from-step", "4")
     assert complete_checkpoints(run.checkpoints) == [4]
+
+
+def test_samples_are_left_out_where_a_run_goes_on(chameleon: CommandLine, config_file: Path) -> None:
+    run = finished_run(chameleon, config_file)
+    for step in (4, 8):
+        step_directory(run.checkpoints, step).mkdir()
+        mark_complete(run.checkpoints, step, model="some model", num_layers=0)
+    message(chameleon.refused("train", config_file, "--skip-samples", "5"))
+    message(chameleon.refused("train", "--resume", run.path, "--skip-samples", "-1"))
+
+    def resumed(*flags: str) -> RunConfig:
+        config = chameleon.configured("train", "--resume", run.path, *flags)
+        run.write_config(config)  # as its start does
+        return config
+
+    first = resumed("--from-step", "4", "--skip-samples", "5")
+    assert first.skips == (Skip(step=4, samples=5),)
+    samples = first.batch.samples
+    assert [first.first_sample(step) for step in (3, 4, 5)] == [3 * samples, 4 * samples + 5, 5 * samples + 5]
+    assert [first.samples_before(step) for step in (4, 5)] == [4 * samples, 5 * samples + 5]
+    assert resumed().skips == first.skips, "and so it does when it is resumed again"
+    mark_complete(run.checkpoints, 8, model="some model", num_layers=0)
+    assert resumed("--skip-samples", "7").skips == (*first.skips, Skip(step=8, samples=7))
+    assert resumed("--skip-samples", "6").skips == (*first.skips, Skip(step=8, samples=6)), "instead"
+    fork = chameleon.configured("train", "--resume", run.path, "--fork", "--skip-samples", "2", "--output-dir", "fork")
+    assert fork.forked.samples == 8 * samples + 5, "as many as its state has seen"
+    assert fork.first_sample(8) == 8 * samples + 5 + 2
+    assert resumed("--from-step", "4", "--skip-samples", "0").skips == ()
 
 
 def test_a_run_with_another_job_is_refused(chameleon: CommandLine, config_file: Path, own_model: Path) -> None:

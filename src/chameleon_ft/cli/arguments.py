@@ -51,7 +51,7 @@ _Own = TypeVar("_Own", bound="DataclassInstance")
 
 
 # Starts set these, and no user does.
-_SET_BY_STARTS = ("forked", "run_id")
+_SET_BY_STARTS = ("forked", "skips", "run_id")
 _OF_JOB_FLAG: Final = "--job."
 _FAILURE_PARTS = ("step", "worker", "phase", "kind")
 _FAILURE_FORM = "STEP:WORKER[:PHASE[:KIND]]"
@@ -246,10 +246,20 @@ class StartArguments:
         ),
     ] = None
 
+    skip_samples: OptionalInt = None
+    """With --resume: leave out so many samples before the first step; recorded, so that later resumes do, too."""
+
     def request(self, flags: Mapping[str, Any]) -> RunRequest:
         """Return the run that is asked for."""
         step = named_checkpoint("--from-step", self.from_step)
-        return RunRequest(file=self.config, changes=flags, resume=self.resume, fork=self.fork, from_step=step)
+        return RunRequest(
+            file=self.config,
+            changes=flags,
+            resume=self.resume,
+            fork=self.fork,
+            from_step=step,
+            skip_samples=self.skip_samples,
+        )
 
 
 def parse_start(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from chameleon_ft.config.llama import Data, LlamaConfig, Optimizer
 from chameleon_ft.config.run import LLAMA_JOB, MAX_WORKERS, STAND_IN_JOB, RunConfig, TrainConfig, config_type
-from chameleon_ft.config.saved_state import Checkpoint, Forked, Snapshots, Store
+from chameleon_ft.config.saved_state import Checkpoint, Forked, Skip, Snapshots, Store
 from chameleon_ft.config.sections import (
     BACKENDS,
     DEVICES,
@@ -71,6 +71,7 @@ __all__ = [
     "Preflight",
     "Recovery",
     "RunConfig",
+    "Skip",
     "Snapshots",
     "Store",
     "Timelines",

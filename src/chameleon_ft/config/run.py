@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from chameleon_ft.config.llama import Data, LlamaConfig, Optimizer
-from chameleon_ft.config.saved_state import Checkpoint, Forked, Snapshots, Store
+from chameleon_ft.config.saved_state import Checkpoint, Forked, Skip, Snapshots, Store
 from chameleon_ft.config.sections import (
     BACKENDS,
     DEVICES,
@@ -145,6 +145,11 @@ class RunConfig(Section):
     health: Health = Health()
     preflight: Preflight = Preflight()
     forked: Forked = Forked()
+    skips: Annotated[tuple[Skip, ...], Field(strict=False)] = Field(
+        default=(),
+        description="Samples left out before steps, each with `step` and `samples`: set by `--skip-samples`, not by "
+        "hand.",
+    )
     accept_changes: Annotated[tuple[Literal["data", "layers"], ...], Field(strict=False)] = Field(
         default=(),
         description="With --resume: continue although the data, or the layers, are others than those that the "
@@ -169,7 +174,16 @@ class RunConfig(Section):
 
     def first_sample(self, step: int) -> int:
         """Return the position of the first sample of a step in the concatenation of all epochs."""
-        return self.forked.samples + (step - self.forked.step) * self.batch.samples
+        return self.samples_before(step) + self.skipped_before(step)
+
+    def samples_before(self, step: int) -> int:
+        """Return the position after the last sample of the step before, from which a step may skip some."""
+        skipped = sum(each.samples for each in self.skips if each.step < step)
+        return self.forked.samples + (step - self.forked.step) * self.batch.samples + skipped
+
+    def skipped_before(self, step: int) -> int:
+        """Return how many samples are left out between a step and the one before."""
+        return sum(each.samples for each in self.skips if each.step == step)
 
     def run_of(self, step: int) -> str:
         """Return the id of the run that writes the checkpoint of a step; empty if that was an earlier version."""

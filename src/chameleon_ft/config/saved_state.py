@@ -106,3 +106,10 @@ class Forked(Section):
     step: int = Field(default=0, ge=0, description="Its first step; the steps before are those of that run.")
     samples: int = Field(default=0, ge=0, description="Samples of the steps before, over all runs.")
     micro_batch_size: int = Field(default=1, ge=1, description="That of the run that it continues.")
+
+
+class Skip(Section):
+    """Samples that are left out before a step: set by `--skip-samples`, not by hand."""
+
+    step: int = Field(ge=0, description="The step.")
+    samples: int = Field(ge=1, description="Samples between the last one of the step before and its first one.")

@@ -51,6 +51,7 @@ class RunRequest:
             that the configuration names, if it has a checkpoint.
         fork: Continue from the state of that run in a new directory, maybe with another batch or optimizer.
         from_step: Continue from the checkpoint of this step, or the best one, instead of the newest one.
+        skip_samples: Leave out so many samples before the first step; None: as many as before, if it began there.
         name: Name of a new run; by default that of the file.
     """
 
@@ -60,6 +61,7 @@ class RunRequest:
     resume: str | None = None
     fork: bool = False
     from_step: NamedStep = None
+    skip_samples: int | None = None
     name: str | None = None
 
     @classmethod

@@ -69,6 +69,7 @@ class Session:
             `output_dir` if it has a checkpoint, and start it otherwise.
         fork: Continue the run of `resume` in the new directory `output_dir`.
         from_step: Continue from the checkpoint of this step, or "best", instead of the newest one.
+        skip_samples: With `resume`: leave out so many samples before the first step.
         address: None trains on this machine. "ray://HOST:PORT" or "ray://auto" trains on that Ray cluster, on a node of
             which this process runs. "HOST:PORT" follows a run that is live, by the address of its coordinator, as does
             the path of its directory. Such a run is followed from its first step, and goes on after the block.
@@ -93,6 +94,7 @@ class Session:
         resume: str | Path | None = None,
         fork: bool = False,
         from_step: NamedStep = None,
+        skip_samples: int | None = None,
         address: str | None = None,
         token: str | None = None,
         tls: Path | None = None,
@@ -125,7 +127,7 @@ class Session:
                 '`if __name__ == "__main__":`'
             )
         request = _request(job, config, changes, resume=None if resume is None else str(resume), fork=fork)
-        request = replace(request, from_step=from_step)
+        request = replace(request, from_step=from_step, skip_samples=skip_samples)
         if resume in (None, AUTO) and not fork:
             request.config()
         ray = None if address is None else address.removeprefix(_RAY)

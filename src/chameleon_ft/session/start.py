@@ -17,7 +17,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
-from chameleon_ft.config import Forked, RunConfig, Store, TrainConfig, config_type, parse_config, read_recorded_toml
+from chameleon_ft.config import (
+    Forked,
+    RunConfig,
+    Skip,
+    Store,
+    TrainConfig,
+    config_type,
+    parse_config,
+    read_recorded_toml,
+)
 from chameleon_ft.errors import (
     ChameleonError,
     CheckpointError,
@@ -28,10 +37,10 @@ from chameleon_ft.errors import (
     StoreError,
 )
 from chameleon_ft.protocol.address import split_address
+from chameleon_ft.quantities import counted
 from chameleon_ft.session.callbacks import callbacks_beside
 from chameleon_ft.session.configuration import (
     AUTO,
-    NamedStep,
     RunRequest,
     check_address,
     check_inputs,
@@ -135,6 +144,11 @@ def prepare_run(request: RunRequest) -> PreparedRun:
     """
     if request.from_step is not None and request.resume in (None, AUTO):
         raise ConfigError(f"--from-step {request.from_step}: needs the run to continue; write --resume RUN")
+    if request.skip_samples is not None and (request.resume in (None, AUTO) or request.skip_samples < 0):
+        raise ConfigError(
+            f"--skip-samples {request.skip_samples}: should be 0 or more, and needs the run to continue; "
+            "write --resume RUN"
+        )
     lock = RunLock()
     try:
         with _rivals_told(lock):
@@ -207,7 +221,7 @@ def _resumed_run(request: RunRequest, path: Path, lock: RunLock) -> PreparedRun:
         )
     directory = RunDirectory.open(path)
     lock.take(directory.path)
-    return _resumed(_recorded_config(request.changes, directory), directory, named=request.from_step)
+    return _resumed(_recorded_config(request.changes, directory), directory, request=request)
 
 
 def _fetched_run(request: RunRequest, url: str, lock: RunLock) -> PreparedRun:
@@ -223,7 +237,7 @@ def _fetched_run(request: RunRequest, url: str, lock: RunLock) -> PreparedRun:
     lock.take(out)
     directory = fetch_run(store, out)
     try:
-        return _resumed(_recorded_config(changes, directory), directory, named=request.from_step)
+        return _resumed(_recorded_config(changes, directory), directory, request=request)
     except ChameleonError:
         # With what the error says changed, the same command is to work.
         shutil.rmtree(directory.path)
@@ -258,12 +272,14 @@ def _forked_run(request: RunRequest, lock: RunLock) -> PreparedRun:
         run=str(source.path),
         run_id=before.run_of(step),
         step=step,
-        samples=before.first_sample(step),
+        samples=before.samples_before(step),
         micro_batch_size=before.batch.micro_batch_size,
     )
     _say_horizon(config, before)
     config = config.with_horizon_of(before)
-    config = config.model_copy(update={"output_dir": out, "forked": fork, "run_id": uuid.uuid4().hex})
+    skips = _with_skip((), step, request.skip_samples)
+    own = {"output_dir": out, "forked": fork, "skips": skips, "run_id": uuid.uuid4().hex}
+    config = config.model_copy(update=own)
     check_inputs(config)
     check_address(config.control)
     require_store(config, is_free=True)
@@ -293,14 +309,14 @@ def _recorded_config(changes: Mapping[str, Any], directory: RunDirectory) -> Run
 
 
 def _resumed(
-    config: RunConfig, directory: RunDirectory, *, may_be_done: bool = False, named: NamedStep = None
+    config: RunConfig, directory: RunDirectory, *, may_be_done: bool = False, request: RunRequest | None = None
 ) -> PreparedRun:
-    """Return a run that resumes with `config`, maybe from a step that the user names.
+    """Return a run that resumes with `config`, maybe from a step, and without samples, of the `request`.
 
     Raises ConfigError or CheckpointError if it cannot.
     """
     before = directory.config()
-    own = {"output_dir": directory.path, "forked": before.forked, "run_id": before.run_id}
+    own = {"output_dir": directory.path, "forked": before.forked, "skips": before.skips, "run_id": before.run_id}
     config = config.model_copy(update=own)
     check_inputs(config)
     require_same_model(config, directory, fixed=[key for key in FIXED if key not in config.accept_changes])
@@ -314,13 +330,26 @@ def _resumed(
     checkpoints = checkpoint_storage(config, directory)
     if may_be_done and sound_checkpoint(checkpoints)[0] == config.steps:
         return PreparedRun(config, directory, resume=True, is_done=True, is_new=False)
-    chosen = named_step(checkpoints, named, criterion=config.checkpoint.keep_best)
-    newest_checkpoint(config, directory, checkpoints=checkpoints, chosen=chosen)
+    request = request or RunRequest()
+    chosen = named_step(checkpoints, request.from_step, criterion=config.checkpoint.keep_best)
+    first = newest_checkpoint(config, directory, checkpoints=checkpoints, chosen=chosen)
+    # Before an earlier step, what was left out later is no longer decided.
+    kept = before.skips if chosen is None else [each for each in before.skips if each.step <= chosen]
+    config = config.model_copy(update={"skips": _with_skip(kept, first, request.skip_samples)})
     check_address(config.control)
     prepare_data_of(config, may_differ="data" in config.accept_changes)
     _say_horizon(config, before)
     superseded = () if chosen is None else _superseded(checkpoints, chosen)
     return PreparedRun(config.with_horizon_of(before), directory, resume=True, is_new=False, superseded=superseded)
+
+
+def _with_skip(skips: Sequence[Skip], step: int, samples: int | None) -> tuple[Skip, ...]:
+    """Return what is left out if so many samples are before a step; None: what is known."""
+    if samples is None:
+        return tuple(skips)
+    print(f"--skip-samples: {counted(samples, 'sample')} before step {step} left out")
+    own = (Skip(step=step, samples=samples),) if samples else ()
+    return (*(each for each in skips if each.step != step), *own)
 
 
 def _superseded(checkpoints: Storage, step: int) -> tuple[int, ...]:

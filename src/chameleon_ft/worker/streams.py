@@ -10,6 +10,7 @@ reader.
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
 import threading
@@ -134,7 +135,7 @@ class ReadAhead:
         """Start a process that reads the next steps."""
         try:
             self._pipe = self._start_process()
-            self._pipe.send((self._next[1], self._left_out))
+            self._pipe.send((*self._next, self._left_out))
         except OSError as error:
             self._error = f"no process that reads the stream can be started: {error}"
 
@@ -235,13 +236,15 @@ class ReadAhead:
 
 
 def read_stream(job: Job, config: RunConfig, pipe: Connection) -> None:
-    """Send the samples of one step after the other, or why there are none, from the position that is received."""
-    position, left_out = pipe.recv()
+    """Send the samples of one step after the other, or why there are none, from the one that is received on."""
+    first, position, left_out = pipe.recv()
     own, batch = os.getpid(), config.batch
     try:
         pipe.send((own, start_time(own)))
         reader = StreamReader(cast(Any, job.dataset), config.seed, position, left_out=left_out)
-        while True:
+        for step in itertools.count(first):
+            for _ in range(config.skipped_before(step)):
+                _read_sample(reader)
             pairs = {
                 number: _read_micro_batch(reader, job, batch.micro_batch_size, config.seed)
                 for number in range(batch.micro_batches)
@@ -274,16 +277,21 @@ class _SampleError(Exception):
         self.error = error
 
 
+def _read_sample(reader: StreamReader) -> Any:
+    try:
+        (sample,) = reader.read(1)
+    except DataError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise _SampleError(reader.at, error) from error
+    return sample
+
+
 def _read_micro_batch(reader: StreamReader, job: Job, size: int, seed: int) -> tuple[Any, Any]:
     # Its place is where the sample before it ends.
     place, samples = reader.at, {}
     for _ in range(size):
-        try:
-            (sample,) = reader.read(1)
-        except DataError:
-            raise
-        except (Exception, SystemExit) as error:
-            raise _SampleError(reader.at, error) from error
+        sample = _read_sample(reader)
         epoch, number = reader.at
         samples[epoch, number - 1] = sample
     collating = partial(collated, collate=job.collate, seed=seed, place=place)

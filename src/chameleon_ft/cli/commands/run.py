@@ -46,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
     request = given.request(flags)
     if given.script is not None:
         of_job = RunRequest.of_job(given.script, file=given.config, changes=flags, resume=given.resume, fork=given.fork)
-        request = replace(of_job, from_step=request.from_step)
+        request = replace(of_job, from_step=request.from_step, skip_samples=request.skip_samples)
     with page_beside(given.page) as shown:
         prepared = prepare_run(request)
         from chameleon_ft.launch.local import train
