@@ -11,14 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chameleon_ft.cluster import Cluster, Link, Worker
+from chameleon_ft.config import Batch, Parallel, RunConfig
 from chameleon_ft.coordinator.decisions.calibration import Calibration, Corrections
 from chameleon_ft.cost.step import estimate_step
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.plan import Plan, data_pipeline_plan
+from chameleon_ft.protocol.job_info import OperationRate
 from chameleon_ft.protocol.parts import OperationTimes
 from chameleon_ft.recovery import reroute
 from chameleon_ft.schedule import CostModel, OperationKind, Program, best_program
 from chameleon_ft.workload import LayerCost, Workload
+from tests.coordinator.stage import JOB
 from tests.golden import refused
 from tests.strategies import recomputing
 
@@ -26,6 +29,9 @@ from tests.strategies import recomputing
 LAYERS = tuple(
     LayerCost(f"layer {number}", 1.0 + number, 1.5, 0.5 + number, fused_backward_s=1.75 + number) for number in range(6)
 )
+
+
+KINDS = (OperationKind.FORWARD, OperationKind.BACKWARD)
 
 
 def costs(workers: int = 6) -> CostModel:
@@ -230,3 +236,25 @@ def test_migrations_are_corrected_by_their_own_median() -> None:
     for _ in range(10):
         seen.migration(expected_s=10.0, observed_s=70.0)
     assert seen.migrations == 7.0
+
+
+def test_a_stage_below_all_that_is_trained_has_a_speed_and_no_backward() -> None:
+    job = replace(JOB, gradient_bytes=(0, 0, 0, 256))
+    config = RunConfig(job="a job", workers=2, parallel=Parallel(dp=1, pp=2), batch=Batch(micro_batches=2))
+    hosts = dict.fromkeys(range(2), "host")
+    of = data_pipeline_plan(layer_costs=job.relative_costs, dp=1, pp=2, micro_batches=2)
+    reference, true = (job.costs(config, hosts, OperationRate(seconds, 2 * seconds)) for seconds in (1.0, 3.0))
+    assert [each.backward_s for each in reference.workload.layers] == [0.0, 0.0, 0.0, 0.5]
+    seen = Calibration(knows_layers=False)
+    seen.begin(of, best_program(of, reference).program, reference)
+    for worker in (0, 0, 1, 1):
+        forward_s, backward_s = (true.compute_s(worker, kind, of.placement.ranges_of(worker)[0]) for kind in KINDS)
+        ratio = seen.operations(worker, OperationTimes(forward_s=forward_s, backward_s=backward_s, longest_s=9.0))
+    assert ratio is not None
+    assert ratio[0] == pytest.approx(3.0)
+    assert seen.rates == pytest.approx((3.0, 3.0))
+    only_first = Calibration(knows_layers=False)
+    only_first.begin(of, best_program(of, reference).program, reference)
+    for _ in range(2):
+        only_first.operations(0, OperationTimes(forward_s=1.5, backward_s=1e-6, longest_s=9.0))
+    assert only_first.rates == pytest.approx((3.0, 6.0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Literal
 
 import pytest
 import torch
+from torch import nn
 
 from chameleon_ft.config import Checkpoint, FailurePhase, Parallel, RunConfig, TrainConfig
 from chameleon_ft.events.lines import Record
@@ -48,8 +50,20 @@ def job_of_matrices(config: TrainConfig) -> Job:
     return replace(llama_job(config), optimizer=of_matrices, learning_rate=None)
 
 
+def frozen(factory: Callable[[], nn.Module]) -> nn.Module:
+    return factory().requires_grad_(False)
+
+
+def job_with_a_frozen_stage(config: TrainConfig) -> Job:
+    """Has a first stage that is not trained, and a layer above it that is not either."""
+    job = llama_job(config)
+    layers = [layer if number == 2 else partial(frozen, layer) for number, layer in enumerate(job.layers)]
+    return replace(job, layers=layers)
+
+
 @pytest.mark.parametrize(
-    ("phase", "job"), [("backward", ""), ("optimizer", ""), ("gather", f"{__file__}:job_of_matrices")]
+    ("phase", "job"),
+    [("backward", ""), ("optimizer", f"{__file__}:job_with_a_frozen_stage"), ("gather", f"{__file__}:job_of_matrices")],
 )
 def test_a_kill_leaves_one_owner_of_each_slice(tmp_path: Path, phase: FailurePhase, job: str) -> None:
     own = {"job": job} if job else {}

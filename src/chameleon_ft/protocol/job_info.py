@@ -99,13 +99,15 @@ class JobInfo:
     def costs(self, config: RunConfig, hosts: Mapping[int, str], rate: OperationRate) -> CostModel:
         """Return the cost model of this job on the workers of `hosts`, worker -> host."""
         total = math.fsum(self.relative_costs)
+        first_trained = next((index for index, size in enumerate(self.gradient_bytes) if size), 0)
         layers = tuple(
             _with_state(
                 LayerCost(
                     name=f"layer {index}",
                     forward_s=rate.forward_s * cost / total,
-                    input_grad_s=rate.backward_s / 2 * cost / total,
-                    weight_grad_s=rate.backward_s / 2 * cost / total,
+                    # A backward ends at the first layer that is trained, and frozen layers have no W.
+                    input_grad_s=rate.backward_s / 2 * cost / total if index >= first_trained else 0.0,
+                    weight_grad_s=rate.backward_s / 2 * cost / total if self.gradient_bytes[index] else 0.0,
                     param_bytes=self.param_bytes[index],
                     gradient_bytes=self.gradient_bytes[index],
                     # Parameters of 16 bits have gradients, and masters, of 32 bits.

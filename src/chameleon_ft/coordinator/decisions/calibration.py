@@ -286,7 +286,10 @@ class _Expected(NamedTuple):
 
 
 class _Ratios(NamedTuple):
-    """Ratios of observed to expected seconds: of a worker's forwards, its backwards, and both together."""
+    """Ratios of observed to expected seconds: of a worker's forwards, its backwards, and both together.
+
+    That of backwards is not a number where none is expected to take time, because nothing is trained there or below.
+    """
 
     forward: float
     backward: float
@@ -354,11 +357,16 @@ class Calibration:
         if expected is None or times.forward_s <= 0:
             return None
         forward = times.forward_s / expected.forward_s
+        if not expected.backward_s:
+            return self._note(worker, _Ratios(forward, math.nan, forward))
         backward = (times.backward_s - forward * expected.recompute_s) / expected.backward_s
         if backward <= 0:
             return None
         observed_s = forward * expected.forward_s + backward * expected.backward_s
-        seen = _Ratios(forward, backward, observed_s / (expected.forward_s + expected.backward_s))
+        both = observed_s / (expected.forward_s + expected.backward_s)
+        return self._note(worker, _Ratios(forward, backward, both))
+
+    def _note(self, worker: int, seen: _Ratios) -> tuple[float, int | None] | None:
         if worker in self._has_begun:
             self._seen[worker].append(seen)
             return seen.both, self._groups[worker]
@@ -408,7 +416,10 @@ class Calibration:
     def rates(self) -> tuple[float, float] | None:
         """Ratios of observed to reference seconds, of forwards and of backwards; None before the first."""
         recent = self._medians()
-        return None if recent is None else (recent.forward, recent.backward)
+        if recent is None:
+            return None
+        # Before any worker that trains layers was observed, as in `OperationRate`.
+        return recent.forward, 2 * recent.forward if math.isnan(recent.backward) else recent.backward
 
     @property
     def both(self) -> float:
@@ -462,7 +473,7 @@ class Calibration:
             halves = (OperationKind.INPUT_GRAD, OperationKind.WEIGHT_GRAD)
             medians = [_medians_s(self._reference, worker, by_kind[kind]) for kind in halves]
             backward_s, with_recompute_s = sum(each for each, _ in medians), sum(each for _, each in medians)
-        if forward_s <= 0 or backward_s <= 0:
+        if forward_s <= 0:
             return None
         return _Expected(forward_s, backward_s, with_recompute_s - backward_s)
 
@@ -494,7 +505,8 @@ def _groups_of(plan: Plan, *, knows_layers: bool) -> dict[int, int | None]:
 
 
 def _median_of(seen: Iterable[_Ratios]) -> _Ratios:
-    return _Ratios(*map(statistics.median, zip(*seen, strict=True)))
+    columns = ([each for each in column if not math.isnan(each)] for column in zip(*seen, strict=True))
+    return _Ratios(*(statistics.median(column) if column else math.nan for column in columns))
 
 
 def _medians_s(costs: CostModel, worker: int, operations: Sequence[Operation]) -> tuple[float, float]:
