@@ -239,8 +239,7 @@ class Job:
         fields: the fields of a micro-batch that each layer's forward gets by keyword, whatever the worker; those of
             layer 0 begin with the one that is its first argument. None: found before a run, by the names of the
             arguments of each forward.
-        precision: element type that the layers compute in; `load_job` sets that of the configuration, and adds its
-            patterns of what stays in float32 to those of the job.
+        precision: element type that the layers compute in; `load_job` sets that of the configuration.
         built_in_full: layers of which a worker initialises the parameters even if it then loads a state, because the
             factory computes more from them than the state; None: found whenever a worker builds such a layer. The
             inspection of a job finds them before a run.
@@ -433,8 +432,7 @@ def load_job(reference: str, config: RunConfig) -> Job:
     if not isinstance(job, Job):
         _, name = _split_reference(reference, "job")
         raise ConfigError(f"job {reference!r}: {name}() returned {type(job).__name__}, not a chameleon_ft.Job")
-    kept = tuple(dict.fromkeys((*config.fp32_modules, *job.precision.fp32_modules)))
-    return replace(job, precision=Precision(config.precision, kept), arguments=arguments)
+    return replace(job, precision=Precision(config.precision, config.fp32_modules), arguments=arguments)
 
 
 def arguments_of_job(reference: str, config: RunConfig) -> tuple[JobArgument, ...]:

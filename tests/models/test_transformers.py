@@ -12,7 +12,11 @@ from torch import Tensor, nn
 
 from chameleon_ft import Job
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.models.transformers import Walk, causal_loss, causal_terms
+from chameleon_ft.job import Precision
+from chameleon_ft.models.precision import with_declared
+from chameleon_ft.models.transformers import causal_loss, causal_terms
+from chameleon_ft.models.transformers_walk import Walk
+from chameleon_ft.models.weights import check_weights
 from tests.golden import refused
 from tests.models.transformers_families import FAMILIES, VOCAB, family, load_layers, whole_model
 
@@ -119,12 +123,45 @@ def test_a_job_has_what_the_model_says(tmp_path: Path) -> None:
     assert job.num_layers == 5
     assert job.tied == (((0, "embed_tokens.weight"), (4, "lm_head.weight")),)
     assert job.clip_norm == 1.0
-    assert job.precision.keeps("block.input_layernorm")
-    assert job.precision.keeps("rotary_emb.inv_freq")
-    assert not job.precision.keeps("block.self_attn.q_proj")
+    precision = with_declared(job.layers[1](), Precision("bf16"))
+    assert precision.keeps("block.input_layernorm")
+    assert precision.keeps("rotary_emb.inv_freq")
+    assert not precision.keeps("block.self_attn.q_proj")
     # A token passes two of four experts.
     assert job.layer_costs is not None
     assert job.layer_costs[1] < sum(each.numel() for each in job.layers[1]().parameters()) * 0.7
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt2", "gemma3"])
+def test_weights_are_those_of_the_folder(name: str, tmp_path: Path) -> None:
+    config = family(name)
+    model, walk = whole_model(config), Walk.of(config)
+    model.save_pretrained(tmp_path)
+
+    job = job_of(tmp_path)
+
+    check_weights(job)
+    assert job.weights is not None
+    for layer, factory in enumerate(job.layers):
+        state = factory().state_dict()
+        stored = {own: job.weights.stored_as(layer, own) for own in state if own not in tied_copies(job, layer)}
+        job.weights.read([(name, state[own]) for own, name in stored.items() if name is not None])
+        for own in stored:
+            assert torch.equal(state[own], model.state_dict()[walk.names(layer - 1)[own]])
+
+
+def tied_copies(job: Job, layer: int) -> set[str]:
+    """Return the names of parameters that another layer gives the values of."""
+    return {name for copies in job.tied for other, name in copies[1:] if other == layer}
+
+
+def test_weights_of_a_model_without_its_head_are_read(tmp_path: Path) -> None:
+    model = whole_model(family("gpt2"))
+    model.transformer.save_pretrained(tmp_path)
+    job = job_of(tmp_path)
+    check_weights(job)
+    assert job.weights is not None
+    assert job.weights.stored_as(0, "wte.weight") == "wte.weight"
 
 
 def test_what_cannot_be_walked_is_refused(tmp_path: Path) -> None:
@@ -140,3 +177,17 @@ def test_what_cannot_be_walked_is_refused(tmp_path: Path) -> None:
     quantised.quantization_config = {"quant_method": "fp8"}
     with refused(ConfigError):
         job_of(quantised)
+    family("llama").save_pretrained(tmp_path)
+    (tmp_path / "pytorch_model.bin").touch()
+    with refused(ConfigError):
+        job_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["Zamba2Config", "Gemma3nTextConfig", "NanoChatConfig", "DeepseekV4Config", "LongcatFlashConfig"]
+)
+def test_families_that_cannot_be_cut_name_the_part_in_the_way(name: str) -> None:
+    import transformers
+
+    with refused(ConfigError):
+        job_of(getattr(transformers, name)())

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from chameleon_ft.models.transformers import Walk
+from chameleon_ft.models.transformers_walk import Walk
 
 VOCAB = 97
 _SIZES: dict[str, Any] = {
@@ -120,11 +120,3 @@ def load_layers(walk: Walk, layers: Sequence[nn.Module], model: nn.Module) -> No
     for (first, name), (last, other) in walk.tied():
         module, _, leaf = other.rpartition(".")
         setattr(layers[last].get_submodule(module), leaf, layers[first].get_parameter(name))
-
-
-def load_model(walk: Walk, states: Mapping[int, Mapping[str, Any]], model: nn.Module) -> None:
-    """Give a whole model the values of layers, by their numbers from 0 on."""
-    named = {
-        name: states[index + 1][own] for index in range(-1, len(states) - 1) for own, name in walk.names(index).items()
-    }
-    model.load_state_dict(named)

@@ -14,10 +14,8 @@ from chameleon_ft.config import Batch, Parallel, Recovery, RunConfig
 from chameleon_ft.data import SampleOrder
 from chameleon_ft.data.samples import load_micro_batch
 from chameleon_ft.job import load_job
-from chameleon_ft.models.build import build_layer
-from chameleon_ft.models.transformers import Walk
 from tests.harness import assert_trained_as_if_nothing_failed, fails, small_config, train_here
-from tests.models.transformers_families import VOCAB, family, load_model, whole_model
+from tests.models.transformers_families import VOCAB, family, whole_model
 
 pytest.importorskip("transformers", reason="the development extra has it")
 LENGTH = 12
@@ -34,17 +32,16 @@ class Sentences:
         return ids, torch.where(torch.arange(LENGTH) < LENGTH - index % 3, ids, -100)
 
 
-def job() -> Job:
+def job(folder: str = "") -> Job:
     return Job.from_transformers(
-        family("gemma2"),
-        dataset=Sentences(),
-        optimizer=partial(torch.optim.AdamW, lr=3e-3, fused=True),
-        clip_norm=1.0,
+        folder, dataset=Sentences(), optimizer=partial(torch.optim.AdamW, lr=3e-3, fused=True), clip_norm=1.0
     )
 
 
 @pytest.mark.multiprocess
 def test_a_model_goes_through_two_failures_as_in_a_plain_loop(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    whole_model(family("gemma2")).save_pretrained(folder)
     base = small_config(
         tmp_path,
         steps=20,
@@ -55,25 +52,23 @@ def test_a_model_goes_through_two_failures_as_in_a_plain_loop(tmp_path: Path) ->
         failures=(fails(1, step=5, phase="backward"), fails(2, step=12, phase="sync")),
     )
     own = base.model_dump(exclude={"model", "data", "optimizer"})
-    config = RunConfig.model_validate({**own, "job": f"{__file__}:job"})
+    config = RunConfig.model_validate({**own, "job": f"{__file__}:job", "job_arguments": {"folder": str(folder)}})
 
     ended = train_here(config, tmp_path / "run")
 
     assert_trained_as_if_nothing_failed(ended)
     assert ended.lost == {1, 2}
-    assert [record.loss for record in ended.run.steps()] == pytest.approx(losses_of_transformers(config), rel=1e-5)
+    expected = losses_of_transformers(config, folder)
+    assert [record.loss for record in ended.run.steps()] == pytest.approx(expected, rel=1e-5)
 
 
-def losses_of_transformers(config: RunConfig) -> list[float]:
+def losses_of_transformers(config: RunConfig, folder: Path) -> list[float]:
     """Return the loss of each step by transformers' own model, with its own loss and tying, and torch's AdamW."""
-    job, shape = load_job(config.job, config), family("gemma2")
-    model = whole_model(shape)
-    load_model(
-        Walk.of(shape),
-        {layer: build_layer(job, layer, config.seed).state_dict() for layer in range(job.num_layers)},
-        model,
-    )
-    optimizer, order = job.optimizer(list(model.parameters())), SampleOrder(len(job.dataset), config.seed)
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+    job = load_job(config.job, config)
+    optimizer, order = torch.optim.AdamW(model.parameters(), lr=3e-3), SampleOrder(len(job.dataset), config.seed)
     losses = []
     for step in range(config.steps):
         ids, labels = load_micro_batch(job.dataset, order, step * config.batch.samples, config.batch.samples)
