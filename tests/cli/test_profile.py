@@ -113,6 +113,8 @@ def test_a_model_by_its_hugging_face_file_printed_as_json(chameleon: CommandLine
         ("mine.py", "--repeats", "0"),
         ("mine.py", "--serve", "127.0.0.1:1"),
         ("missing.toml",),
+        ("--model", "llama2-7b", "--device", "h100-80g", "--job.lr", "1"),
+        ("mine.py", "--job.lr", "1"),
     ],
 )
 def test_what_does_not_go_together_is_refused(
@@ -141,6 +143,13 @@ def test_a_profile_without_a_place_is_refused(chameleon: CommandLine, own_model:
 def test_a_job_that_cannot_be_trained_says_why(chameleon: CommandLine, own_model: Path) -> None:
     own_model.write_text(OWN_MODEL.replace("nn.Linear, 4, 4)] * 3", "nn.Linear, 5, 4)] * 3"))
     said = chameleon.refused("profile", own_model, "--out", "p.json")
+    assert "layer 0 (Linear) cannot be run on an input of shape (3, 4)" in said
+
+
+@pytest.mark.parametrize("command", [("profile", "--out", "p.json"), ("plan",)])
+def test_arguments_of_the_job_are_flags(chameleon: CommandLine, own_model: Path, command: tuple[str, ...]) -> None:
+    own_model.write_text(OWN_MODEL.replace("def job():", "def job(*, width: int = 4):").replace("4, 4)]", "width, 4)]"))
+    said = chameleon.refused(*command, own_model, "--job.width", "5")
     assert "layer 0 (Linear) cannot be run on an input of shape (3, 4)" in said
 
 

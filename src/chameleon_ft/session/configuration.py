@@ -11,6 +11,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, Literal, Self, TypeAlias
 
 from chameleon_ft.config import (
@@ -136,8 +137,16 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
     return config.model_copy(update=changes)
 
 
-def read_config_values(file: Path) -> dict[str, Any]:
+def refuse_job_arguments(given: Mapping[str, str]) -> None:
+    """Raise ConfigError if there are arguments for a job, and no configuration that has one."""
+    for name in given:
+        raise ConfigError(f"--job.{name}: is an argument of a job; give the Python file of that, or a configuration")
+
+
+def read_config_values(file: Path, job_arguments: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
     """Return the values of a configuration file; for a job, those of the configuration beside it, if there is one.
+
+    `job_arguments` go over those of the file.
 
     Raises ConfigError if the file cannot be read, or a value is of a wrong type or out of range.
     """
@@ -148,6 +157,8 @@ def read_config_values(file: Path) -> dict[str, Any]:
         beside = script.with_suffix(".toml")
         values, source = {**(read_toml(beside) if beside.is_file() else {}), "job": str(file)}, beside
     parse_fields(config_type(values), values, source=str(source))
+    if job_arguments:
+        values["job_arguments"] = {**values.get("job_arguments", {}), **job_arguments}
     return values
 
 

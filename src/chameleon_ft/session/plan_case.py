@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import PositiveInt
@@ -20,7 +21,7 @@ from chameleon_ft.errors import ConfigError
 from chameleon_ft.plan import Plan, data_pipeline_plan
 from chameleon_ft.recovery import uniform_limits
 from chameleon_ft.schedule import CostModel, InFlightLimit
-from chameleon_ft.session.configuration import read_config_values
+from chameleon_ft.session.configuration import read_config_values, refuse_job_arguments
 from chameleon_ft.session.costs import (
     AUTO,
     NO_MODEL,
@@ -224,8 +225,11 @@ class PlanCase:
                 yield Parallel(dp=workers // pp, pp=pp, split_backward=split)
 
 
-def plan_cases(given: PlanRequest) -> list[PlanCase]:
+def plan_cases(given: PlanRequest, job_arguments: Mapping[str, str] = MappingProxyType({})) -> list[PlanCase]:
     """Return the case at each micro-batch size that is given, ascending; one case if there is nothing to choose.
+
+    Args:
+        job_arguments: for the function of the job, over those of the configuration.
 
     Raises:
         ConfigError: the arguments do not fit together; the message says what to change.
@@ -234,8 +238,9 @@ def plan_cases(given: PlanRequest) -> list[PlanCase]:
     if given.workers is not None and (given.dp is not None or given.pp is not None):
         raise ConfigError(f"--workers {given.workers}: searches for a layout, and --dp and --pp give one; choose")
     if given.config is None:
+        refuse_job_arguments(job_arguments)
         return [_case_of_profile(given, batch) for batch in plan_batches(given)]
-    return [_case_of_config(given, given.config, batch) for batch in plan_batches(given)]
+    return [_case_of_config(given, given.config, batch, job_arguments) for batch in plan_batches(given)]
 
 
 def _sections(given: PlanRequest, batch: PlanBatch) -> dict[str, dict[str, Any]]:
@@ -247,11 +252,11 @@ def _sections(given: PlanRequest, batch: PlanBatch) -> dict[str, dict[str, Any]]
     return {name: {k: v for k, v in section.items() if v is not None} for name, section in fields.items()}
 
 
-def _case_of_config(given: PlanRequest, path: Path, batch: PlanBatch) -> PlanCase:
+def _case_of_config(given: PlanRequest, path: Path, batch: PlanBatch, job_arguments: Mapping[str, str]) -> PlanCase:
     given.preset.refuse(
         f"{path} says what is trained; leave one of them out", but=("--device", "--micro-batch-size", "--precision")
     )
-    values = read_config_values(path)
+    values = read_config_values(path, job_arguments)
     for name, section in _sections(given, batch).items():
         values[name] = {**values.get(name, {}), **section}
     if given.dp is not None or given.pp is not None:

@@ -12,7 +12,7 @@ from typing import Final
 
 from pydantic.dataclasses import dataclass
 
-from chameleon_ft.cli.arguments import parse_arguments
+from chameleon_ft.cli.arguments import parse_arguments, take_job_arguments
 from chameleon_ft.cli.output import Output, compile_kernels, require_places, tell_written, waiting, write_schedule
 from chameleon_ft.cost.memory import program_memory
 from chameleon_ft.cost.snapshots import SNAPSHOT_SHARE, SnapshotChoice, host_bytes
@@ -47,8 +47,9 @@ class PlanArguments(PlanRequest):
     """Predict a step: its time and that of every operation, the memory of every worker, and lower bounds.
 
     With CONFIG, for that run, by the profile that it names or --profile; without a profile, its layers are measured
-    once on this machine, which takes some seconds. Without CONFIG, for a layout of a published --model on a known
-    --device, or of a --profile. The exit code is 1 if the plan does not fit the memory of its workers.
+    once on this machine, which takes some seconds; --job.NAME is an argument of the job's function. Without CONFIG,
+    for a layout of a published --model on a known --device, or of a --profile. The exit code is 1 if the plan does
+    not fit the memory of its workers.
     """
 
     picture: Path | None = None
@@ -61,9 +62,10 @@ class PlanArguments(PlanRequest):
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit code."""
+    arguments, of_job = take_job_arguments(arguments)
     given = parse_arguments(PlanArguments, arguments, command="plan", positional=["config"])
     require_places(picture=given.picture, trace=given.trace)
-    cases = plan_cases(given)
+    cases = plan_cases(given, of_job)
     dead = _failed_workers(given.failed, len(cases[0].costs.cluster.workers))
     planner = _planner(given, cases)
     compile_kernels()

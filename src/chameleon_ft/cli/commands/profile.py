@@ -6,7 +6,7 @@ import os
 import secrets
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -16,7 +16,7 @@ from typing import Annotated
 from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
 
-from chameleon_ft.cli.arguments import parse_arguments
+from chameleon_ft.cli.arguments import parse_arguments, take_job_arguments
 from chameleon_ft.cli.output import Output, require_places
 from chameleon_ft.cluster import Link
 from chameleon_ft.config import config_type, parse_config
@@ -24,7 +24,7 @@ from chameleon_ft.cost.profile import Profile
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.protocol.address import TOKEN_VARIABLE
 from chameleon_ft.quantities import data_size, duration
-from chameleon_ft.session.configuration import read_config_values
+from chameleon_ft.session.configuration import read_config_values, refuse_job_arguments
 from chameleon_ft.session.costs import NO_MODEL, ModelRequest, measured_profile
 from chameleon_ft.storage.profiles import write_profile
 
@@ -33,7 +33,8 @@ from chameleon_ft.storage.profiles import write_profile
 class ProfileArguments:
     """Measure the costs of a job's layers, of an operation and of the links between workers, on this machine.
 
-    CONFIG describes the job: a TOML file as for `chameleon train`, or a Python file as for `chameleon run`. For a
+    CONFIG describes the job: a TOML file as for `chameleon train`, or a Python file as for `chameleon run`, with
+    --job.NAME for an argument of its function. For a
     published --model on a known --device, the costs are derived and nothing is run. To measure the link to another
     host, run `chameleon profile --serve HOST:PORT` there and give --peer HOST:PORT here, with the token that the first
     one prints in CHAMELEON_TOKEN.
@@ -56,8 +57,11 @@ class ProfileArguments:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit code."""
-    given = parse_arguments(ProfileArguments, arguments, command="profile", positional=["config"])
+    rest, of_job = take_job_arguments(arguments)
+    given = parse_arguments(ProfileArguments, rest, command="profile", positional=["config"])
     _check(given)
+    if given.config is None:
+        refuse_job_arguments(of_job)
     if given.serve is not None:
         from chameleon_ft.worker.profiling.links import serve_link
 
@@ -69,7 +73,7 @@ def main(arguments: Sequence[str]) -> int:
     if out.exists():
         raise ConfigError(f"--out {out}: exists already; name a new file, or remove it")
     require_places(profile=out)
-    profile = given.preset.profile() if given.config is None else _measure(given, arguments)
+    profile = given.preset.profile() if given.config is None else _measure(given, arguments, of_job)
     write_profile(profile, out)
     if given.json:
         print(out.read_text(encoding="utf-8"), end="")
@@ -107,9 +111,9 @@ def _check(given: ProfileArguments) -> None:
         raise ConfigError(f"--peer {given.peer}: is for measuring a CONFIG; the links of --device are known")
 
 
-def _measure(given: ProfileArguments, arguments: Sequence[str]) -> Profile:
+def _measure(given: ProfileArguments, arguments: Sequence[str], job_arguments: Mapping[str, str]) -> Profile:
     assert given.config is not None
-    values = read_config_values(given.config)
+    values = read_config_values(given.config, job_arguments)
     if (size := given.preset.size) is not None:
         values["batch"] = {**values.get("batch", {}), "micro_batch_size": size}
     # Failures are injected into runs only.
