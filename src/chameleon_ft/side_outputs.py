@@ -1,4 +1,4 @@
-"""Values that a layer gives beside its output: auxiliary losses and metrics.
+"""Values that a layer gives beside its output: auxiliary losses, metrics, and sums over the step.
 
 They are collected where a forward is run: by a worker, by the plain loop, and when a job is examined. Elsewhere, as in
 a forward that autograd runs again, the functions below do nothing.
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Final, SupportsFloat
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from chameleon_ft.errors import ConfigError
 
@@ -43,7 +43,7 @@ def auxiliary_loss(value: Tensor | float, *, terms: SupportsFloat | None = None)
             "auxiliary_loss is called without gradients, in torch.no_grad() or a reentrant checkpoint, so nothing "
             "would be trained by it; call it outside, or give torch.utils.checkpoint use_reentrant=False"
         )
-    count = None if terms is None else _number("the terms of auxiliary_loss", terms)
+    count = None if terms is None else _number("auxiliary_loss was called with terms", terms)
     if count is not None and count < 0:
         raise ConfigError(f"auxiliary_loss has {count:g} terms: give a number of 0 or more")
     number = _one("auxiliary_loss", value)
@@ -66,7 +66,7 @@ def log(name: str, value: Tensor | float, *, weight: SupportsFloat = 1.0) -> Non
         return
     if not name or name == AUXILIARY:
         raise ConfigError(f"log was called with the name {name!r}: give another one")
-    amount = _number(f"the weight of log({name!r})", weight)
+    amount = _number(f"log({name!r}) was called with weight", weight)
     number = _one(f"log({name!r})", value).detach().float()
     total, weights = side.logged.get(name, (0.0, 0.0))
     # Without a weight, the value may be no number.
@@ -86,11 +86,13 @@ class SideOutputs:
         is_training: The forwards are run with gradients.
         losses: Auxiliary losses, each with its own terms, if it has some.
         logged: name -> sum of the values, each by its weight, and sum of the weights.
+        step_sums: What was added to each of the buffers that are summed over the step.
     """
 
     is_training: bool
     losses: list[tuple[Tensor, float | None]] = field(default_factory=list)
     logged: dict[str, tuple[Tensor | float, float]] = field(default_factory=dict)
+    step_sums: list[Tensor] = field(default_factory=list)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -128,21 +130,74 @@ class SideOutputs:
 _SIDE: ContextVar[SideOutputs | None] = ContextVar("_SIDE", default=None)
 
 
+@dataclass(frozen=True, slots=True)
+class SummedBuffer:
+    """A buffer that a layer declares to be summed over the step: `name` in `module`, `path` in the layer."""
+
+    module: nn.Module
+    name: str
+    path: str
+
+    @property
+    def value(self) -> Tensor:
+        """The buffer as it is."""
+        return self.module.get_buffer(self.name)
+
+
+def summed_buffers(layer: nn.Module) -> tuple[SummedBuffer, ...]:
+    """Return the buffers that the modules of a layer name in `step_sums`.
+
+    Raises ConfigError if one is no buffer of its module, or a module has no `after_step`, a function of the sums.
+    """
+    found: list[SummedBuffer] = []
+    for place, module in layer.named_modules():
+        for name in (names := getattr(module, "step_sums", ())):
+            if isinstance(names, str) or module._buffers.get(name) is None:
+                raise ConfigError(
+                    f"{type(module).__name__}.step_sums is {names!r:.60}: give a tuple of names of its own buffers"
+                )
+            if not callable(getattr(module, "after_step", None)):
+                raise ConfigError(
+                    f"{type(module).__name__} has step_sums and no after_step(self, sums), which would use them after "
+                    "the update; give it one, or leave step_sums out"
+                )
+            found.append(SummedBuffer(module, name, f"{place}.{name}" if place else name))
+    return tuple(found)
+
+
+def run_after_step(buffers: Sequence[SummedBuffer], totals: Sequence[Tensor]) -> None:
+    """Call `after_step` of each module that declares some buffers, with the sums of these over the step."""
+    sums: dict[nn.Module, dict[str, Tensor]] = {}
+    for each, total in zip(buffers, totals, strict=True):
+        sums.setdefault(each.module, {})[each.name] = total
+    with torch.no_grad():
+        for module, own in sums.items():
+            module.after_step(own)  # type: ignore[operator]
+
+
 @contextmanager
-def collecting() -> Iterator[SideOutputs]:
-    """Collect what the forwards that run inside the block give beside their output."""
-    side = SideOutputs(torch.is_grad_enabled())
+def collecting(buffers: Sequence[SummedBuffer] = ()) -> Iterator[SideOutputs]:
+    """Collect what the forwards that run inside the block give beside their output.
+
+    Each of the buffers is zero at the beginning, and as before at the end.
+    """
+    side, before = SideOutputs(torch.is_grad_enabled()), [each.value for each in buffers]
+    for each, own in zip(buffers, before, strict=True):
+        each.module._buffers[each.name] = torch.zeros_like(own)
     token = _SIDE.set(side)
     try:
         yield side
+        side.step_sums = [each.value.detach() for each in buffers]
     finally:
         _SIDE.reset(token)
+        for each, own in zip(buffers, before, strict=True):
+            each.module._buffers[each.name] = own
 
 
 def _number(what: str, value: SupportsFloat) -> float:
     number = float(value.detach() if isinstance(value, Tensor) else value)
     if not math.isfinite(number):
-        raise ConfigError(f"{what} is {number}: give a finite number")
+        raise ConfigError(f"{what}={number}: give a finite number")
     return number
 
 

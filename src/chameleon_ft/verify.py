@@ -33,7 +33,7 @@ from chameleon_ft.events.kinds import JobChanged, SampleLeftOut
 from chameleon_ft.events.records import Started, StepRecord
 from chameleon_ft.job import Job, ModelParameters, call_function, load_job
 from chameleon_ft.keys import init_key, step_key
-from chameleon_ft.side_outputs import SideOutputs, collecting
+from chameleon_ft.side_outputs import SideOutputs, collecting, run_after_step, summed_buffers
 from chameleon_ft.storage.checkpoints import is_complete, layer_part, read_mark, slice_part, sound_checkpoint
 from chameleon_ft.storage.files import RunDirectory
 from chameleon_ft.storage.stores import Storage, checkpoint_storage
@@ -401,6 +401,7 @@ class PlainLoop:
             for module in self._layers:
                 module.register_forward_pre_hook(_cast_fields, with_kwargs=True)
                 self._cast(module)
+        self._summed = [summed_buffers(layer) for layer in self._layers]
         self._parameters = list(nn.ModuleList(self._layers).parameters())
         self._updated = [self._masters.get(each, each) for each in self._parameters]
         names = [name for name, _ in nn.Sequential(*self._layers).named_parameters()]
@@ -448,7 +449,7 @@ class PlainLoop:
         self._optimizer.zero_grad()
         batch = self._config.batch
         loss_sum, auxiliary_sum, terms, samples = 0.0, 0.0, 0.0, 0
-        logged = dict[str, tuple[float, float]]()
+        collected: list[list[SideOutputs]] = []
         for micro_batch in range(batch.micro_batches):
             start = self._config.first_sample(step) + micro_batch * batch.micro_batch_size
             inputs, whole = self._samples.micro_batch(start, batch.micro_batch_size)
@@ -469,9 +470,7 @@ class PlainLoop:
                 loss.backward()
             loss_sum += loss.item()
             auxiliary_sum += auxiliary.item()
-            for name, (total, weight) in (each for side in sides for each in side.logged.items()):
-                known = logged.get(name, (0.0, 0.0))
-                logged[name] = known[0] + float(total), known[1] + weight
+            collected.append(sides)
             terms += own_terms
         if not terms:
             return PlainStep()
@@ -492,8 +491,11 @@ class PlainLoop:
         self._optimizer.step()
         for parameter, master in self._masters.items():
             parameter.data.copy_(master)
-        means = {name: total / weight for name, (total, weight) in logged.items() if weight}
-        return PlainStep(loss_sum / terms, grad_norm.item(), terms, samples, auxiliary_sum / terms, means)
+        for number, buffers in enumerate(self._summed):
+            added = zip(*(sides[number].step_sums for sides in collected), strict=True)
+            run_after_step(buffers, [torch.stack(each).sum(0, dtype=each[0].dtype) for each in added])
+        metrics = _means(side for sides in collected for side in sides)
+        return PlainStep(loss_sum / terms, grad_norm.item(), terms, samples, auxiliary_sum / terms, metrics)
 
     def _schedule(self, step: int, job: Job) -> None:
         """Set the rates of a step."""
@@ -521,7 +523,7 @@ class PlainLoop:
         for number, layer in enumerate(self._layers):
             torch.manual_seed(step_key(self._config.seed, step=step, micro_batch=micro_batch, layer=number))
             first, *others = self._fields_of(number, layer, fields)
-            with collecting() as side:
+            with collecting(self._summed[number]) as side:
                 hidden = layer(fields[first] if first else hidden, **{name: fields[name] for name in others})
             sides.append(side)
         return hidden, sides
@@ -584,8 +586,18 @@ class PlainLoop:
                         parameter.grad_dtype = torch.float32
                     parameter.data = parameter.data.to(torch.bfloat16)
             for key, buffer in module._buffers.items():
-                if id(buffer) not in in_float32:
+                if id(buffer) not in in_float32 and key not in getattr(module, "step_sums", ()):
                     module._buffers[key] = _cast_to(torch.bfloat16, buffer)
+
+
+def _means(sides: Iterable[SideOutputs]) -> dict[str, float]:
+    """Return the means of what was logged."""
+    found: dict[str, list[float]] = {}
+    for name, (total, weight) in (each for side in sides for each in side.logged.items()):
+        sums = found.setdefault(name, [0.0, 0.0])
+        sums[0] += float(total)
+        sums[1] += weight
+    return {name: total / weight for name, (total, weight) in found.items() if weight}
 
 
 def _share(layer: nn.Module, copy: nn.Parameter, shared: nn.Parameter) -> None:

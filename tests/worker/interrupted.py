@@ -241,7 +241,8 @@ class Cluster:
         assert sum(s.terms for s in stats if s) == plain.terms
         assert sum(s.samples for s in stats if s) == BATCH.samples
         totals = [
-            each.held.side_totals(key[0] for key in each.buffers.first_held(w)) for w, each in self.workers.items()
+            each.held.side_totals(layer for layer, *tied in each.buffers.first_held(w) if not tied)
+            for w, each in self.workers.items()
         ]
         auxiliary = sum(own["auxiliary_loss"][0] for own in totals if own)
         assert auxiliary / plain.terms == pytest.approx(plain.auxiliary, rel=1e-5)
@@ -250,6 +251,18 @@ class Cluster:
         side = [names for names in self.job.side_outputs if "share" in names]
         assert sum(own["share"][1] for own in totals if "share" in own) == MICRO_BATCHES * len(side)
         for each in self.workers.values():
+            found_sums = each.held.sums(sorted(each.held.layers))
+            wanted_sums = [
+                plain.sums[layer, name]
+                for layer in sorted(each.held.layers)
+                for name in ("load", "mass")
+                if (layer, name) in plain.sums
+            ]
+            for total, wanted_sum in zip(
+                [s for s in found_sums if len(s.shape) != 1 or s.dtype == torch.int64], wanted_sums, strict=True
+            ):
+                assert total.grad is not None
+                torch.testing.assert_close(total.grad, wanted_sum)
             for layer in each.held.layers:
                 wanted = [g for (number, _), g in plain.gradients.items() if number == layer]
                 found = each.held.parameters([layer])

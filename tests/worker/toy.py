@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -53,10 +53,18 @@ class Constant(nn.Module):
 
 
 class Routed(nn.Module):
-    """Two experts with a router. One of its auxiliary losses depends on parameters alone."""
+    """Two experts with a router, and biases that level their loads. An auxiliary loss depends on parameters alone."""
+
+    step_sums = ("load", "mass")
+    load: Tensor
+    mass: Tensor
+    bias: Tensor
 
     def __init__(self) -> None:
         super().__init__()
+        self.register_buffer("load", torch.zeros(2, dtype=torch.int64), persistent=False)
+        self.register_buffer("mass", torch.zeros(()))
+        self.register_buffer("bias", torch.zeros(2))
         self.router = nn.Linear(WIDTH, 2)
         self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
         self.value = nn.Parameter(torch.randn(WIDTH) / 3)
@@ -68,10 +76,15 @@ class Routed(nn.Module):
             auxiliary_loss(value, terms=terms)
         log("share", shares[..., 0].mean())
         log("positive", (x > 0).float().mean(), weight=float((x > 0).sum()))
-        mixed: Tensor = sum(
-            share[..., None] * own(x) for share, own in zip(shares.unbind(-1), self.experts, strict=True)
-        )
-        return x + torch.tanh(mixed * scale)
+        chosen = functional.one_hot((shares.detach() + self.bias).argmax(-1), 2)
+        self.load += chosen.flatten(0, -2).sum(0)
+        self.mass += shares.detach().max(-1).values.sum()
+        parts = [each[..., None] * own(x) for each, own in zip((shares * chosen).unbind(-1), self.experts, strict=True)]
+        return x + torch.tanh((parts[0] + parts[1]) * scale)
+
+    def after_step(self, sums: Mapping[str, Tensor]) -> None:
+        load = sums["load"].float()
+        self.bias += 0.1 * (load.mean() - load).sign() + 1e-3 * sums["mass"]
 
     def auxiliary(self, x: Tensor) -> list[tuple[Tensor, float | None]]:
         """Return the losses that its forward adds, each with its terms."""
@@ -180,6 +193,7 @@ class PlainStep:
     grad_norm: float
     gradients: dict[tuple[int, str], Tensor]
     weights: dict[tuple[int, str], Tensor]
+    sums: dict[tuple[int, str], Tensor] = field(default_factory=dict)
 
 
 def train_plainly(job: Job, batch: Batch, steps: int) -> list[PlainStep]:
@@ -233,7 +247,16 @@ def train_plainly(job: Job, batch: Batch, steps: int) -> list[PlainStep]:
             group["lr"] = job.learning_rate(step)
         optimizer.step()
         weights = {key: p.detach().clone() for key, p in named.items()}
-        done.append(PlainStep(total / terms, auxiliary / terms, terms, float(norm), gradients, weights))
+        sums: dict[tuple[int, str], Tensor] = {}
+        for number, layer in enumerate(layers):
+            if isinstance(layer, Routed):
+                own = {"load": layer.load.clone(), "mass": layer.mass.clone()}
+                sums |= {(number, name): total for name, total in own.items()}
+                layer.load.zero_()
+                layer.mass.zero_()
+                with torch.no_grad():
+                    layer.after_step(own)
+        done.append(PlainStep(total / terms, auxiliary / terms, terms, float(norm), gradients, weights, sums))
     return done
 
 

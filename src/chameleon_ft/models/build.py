@@ -85,7 +85,10 @@ def digests_beside_state(module: nn.Module) -> dict[str, bytes]:
 
 def marks_of_state(module: nn.Module) -> dict[str, object]:
     """Return a value for each parameter and persistent buffer, by name, that differs once a forward changes it."""
-    return {name: (id(value), _version(value), _sum(value)) for name, value in state_tensors(module).items()}
+    return {
+        name: (id(value), _version(value), _sum(value) if isinstance(value, nn.Parameter) else content_of(value))
+        for name, value in state_tensors(module).items()
+    }
 
 
 def digest(value: object, own: Mapping[int, str] | None = None) -> bytes:

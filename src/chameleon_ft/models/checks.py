@@ -37,7 +37,7 @@ from chameleon_ft.models.build import (
 from chameleon_ft.models.fields import require_padding_at_end, with_fields
 from chameleon_ft.models.precision import cast_layer, kept_by_name, looks_sensitive, loss_of, terms_of
 from chameleon_ft.models.sample_checks import first_micro_batch
-from chameleon_ft.side_outputs import collecting
+from chameleon_ft.side_outputs import SideOutputs, collecting, run_after_step, summed_buffers
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 # Least relative tolerance: some kernels of accelerators sum in any order.
@@ -132,8 +132,7 @@ def _output(
     # Another thread may read a sample, for which it seeds the generators.
     with generator_lock:
         generators = OtherGenerators()
-        with collecting() as side:
-            output = run(boundary)
+        output, side = run(boundary)
         used = generators.used_since()
     if used:
         raise ConfigError(
@@ -148,20 +147,21 @@ def _output(
     if found := changed(state, marks_of_state(module)):
         raise ConfigError(
             f"{name} changes {found[0]!r} of its state in its forward, which would come out differently on each worker "
-            "that holds it; compute it from the input and the parameters each time"
+            "that holds it; compute it from the input and the parameters each time, or if it is a sum over the step, "
+            "name it in step_sums, and use the sum in after_step"
         )
     if not isinstance(output, torch.Tensor):
         raise ConfigError(
             f"{name} returned {type(output).__name__}: a layer returns one tensor; pack several into one, or put both "
             "users of them into the same layer"
         )
-    _require_gradients(job, layer, module, given, [output, *(value for value, _ in side.losses)], run, keywords)
+    _require_gradients(job, layer, module, given, _roots(output, side), run, keywords)
     output = output.detach()
     if found := changed(beside, after := digests_beside_state(module)):
         # A cache, or what is left of one input, is the same after the same input; a count or a mean is not.
         with contextlib.suppress(ConfigError):
             run(2 * boundary.flip(0) + 1 if boundary.is_floating_point() else boundary.flip(0))
-        again = run(boundary)
+        again, _ = run(boundary)
         if output.is_meta or _is_close(output, again):
             found = changed(after, digests_beside_state(module))
         if found:
@@ -169,6 +169,7 @@ def _output(
                 f"{name} changes {found[0]!r} in its forward, of which each worker would have another value, and its "
                 "output may depend on it; let it depend on nothing but its input, its parameters and torch's generator"
             )
+    _check_step_sums(module, side, name=name)
     return output, side.names
 
 
@@ -184,13 +185,43 @@ def _hints_of_rounded(module: nn.Module, known: Collection[str]) -> list[str]:
     return [hint] if rounded and hint not in known else []
 
 
+def _roots(output: torch.Tensor, side: SideOutputs) -> list[torch.Tensor]:
+    """Return the tensors at which the backward of a layer begins: its output and its auxiliary losses."""
+    return [output, *(value for value, _ in side.losses)]
+
+
+def _check_step_sums(module: nn.Module, side: SideOutputs, *, name: str) -> None:
+    """Run the `after_step` of a layer, on the sums of one micro-batch.
+
+    Raises ConfigError if such a sum has another shape or type than its buffer, or more than buffers is changed.
+    """
+    buffers = summed_buffers(module)
+    for each, own in zip(buffers, side.step_sums, strict=True):
+        if (own.shape, own.dtype) != (each.value.shape, each.value.dtype):
+            raise ConfigError(
+                f"{name} makes {each.path!r} of its step_sums {own.dtype} of shape {tuple(own.shape)} in its forward, "
+                f"and builds it as {each.value.dtype} of shape {tuple(each.value.shape)}; add to it in place"
+            )
+    if not buffers or buffers[0].value.is_meta:
+        return
+    state, beside = marks_of_state(module), digests_beside_state(module)
+    run_after_step(buffers, side.step_sums)
+    parameters = {key for key, _ in module.named_parameters()}
+    others = [key for key in changed(state, marks_of_state(module)) if key in parameters]
+    if others := others + changed(beside, digests_beside_state(module)):
+        raise ConfigError(
+            f"{name} changes {others[0]!r} in after_step, which may change persistent buffers only, because they move "
+            "and are saved with the layer; let it be one, by register_buffer"
+        )
+
+
 def _require_gradients(
     job: Job,
     layer: int,
     module: nn.Module,
     given: torch.Tensor,
     roots: Sequence[torch.Tensor],
-    run: Callable[[torch.Tensor], Any],
+    run: Callable[[torch.Tensor], tuple[Any, SideOutputs]],
     keywords: Mapping[str, Tensor],
 ) -> None:
     """Raise ConfigError if something would not be trained by `roots`, the output and losses, that seems meant to.
@@ -205,7 +236,7 @@ def _require_gradients(
                 f"{name} keeps {key!r}, of which no gradient is computed, because only what the last layer returns is "
                 "part of the loss; return what is to be trained, and keep other values by detach()"
             )
-    if (leaf := untracked_leaf(roots, lambda: run(given), own=[given, *module.parameters()])) is not None:
+    if (leaf := untracked_leaf(roots, lambda: _roots(*run(given)), own=[given, *module.parameters()])) is not None:
         raise ConfigError(
             f"{name} computes with a tensor of shape {tuple(leaf.shape)} that requires a gradient and is none of its "
             "parameters, so it would not be trained; register it, as nn.Parameter or by nn.ModuleList, or freeze it by "
@@ -251,9 +282,8 @@ def _without_gradient_on_meta(job: Job, layer: int, given: torch.Tensor, keyword
         cast_layer(module, job.precision, is_first=layer == 0)
         given = given.detach().to(_META).requires_grad_(given.requires_grad)
         on_meta = {name: each.to(_META) for name, each in keywords.items()}
-        with collecting() as side:
-            output = _run(module, given, name="", layer=layer, seed=0, keywords=on_meta)
-        return _without_gradient(module, given, [output, *(value for value, _ in side.losses)], is_first=layer == 0)
+        output, side = _run(module, given, name="", layer=layer, seed=0, keywords=on_meta)
+        return _without_gradient(module, given, _roots(output, side), is_first=layer == 0)
     except Exception:  # noqa: BLE001 - of any class: the layer looks at values, or cannot run there
         return set()
 
@@ -271,20 +301,13 @@ def _graph_of(roots: Iterable[torch.Tensor]) -> dict[Any, None]:
 
 
 def untracked_leaf(
-    roots: Iterable[torch.Tensor], run: Callable[[], torch.Tensor], *, own: Iterable[torch.Tensor]
+    roots: Iterable[torch.Tensor], run: Callable[[], Iterable[torch.Tensor]], *, own: Iterable[torch.Tensor]
 ) -> torch.Tensor | None:
-    """Return a tensor beside `own` that a backward of `roots` would add a gradient to; `run` computes the first again.
-
-    What is used for auxiliary losses alone is found, too.
-    """
+    """Return a tensor beside `own` that a backward of `roots` would add a gradient to; `run` computes them again."""
     known = set(map(id, own))
     strange = {id(leaf): leaf for leaf in leaves_of(roots) if id(leaf) not in known}
     # A tensor that is made by `run` is another one in the second run.
-    again: set[int] = set()
-    if strange:
-        with collecting() as side:
-            output = run()
-        again = set(map(id, leaves_of([output, *(value for value, _ in side.losses)])))
+    again = {id(leaf) for leaf in leaves_of(run())} if strange else set()
     return next((leaf for key, leaf in strange.items() if key in again), None)
 
 
@@ -300,13 +323,16 @@ def _run(
     layer: int,
     seed: int,
     keywords: Mapping[str, Tensor],
-) -> Any:
-    device = boundary.device
+) -> tuple[Any, SideOutputs]:
+    """Run a layer; return its output, and what it gives beside it."""
+    device, buffers = boundary.device, summed_buffers(module)
     try:
         # A tensor that forward creates without naming a device would otherwise not fit an input on the meta device.
         with generator_lock, torch.random.fork_rng(devices=[]), device if device == _META else nullcontext():
             seed_forward(seed, step=0, micro_batch=0, layer=layer)
-            return module(boundary, **keywords)
+            with collecting(buffers) as side:
+                output = module(boundary, **keywords)
+            return output, side
     except Exception as error:
         raise ConfigError(
             f"{name} cannot be run on an input of shape {tuple(boundary.shape)} and {boundary.dtype} on the device "
@@ -408,7 +434,7 @@ def check_loss(
                 f"`loss` returned {found}: it returns the sum of the loss terms of a micro-batch, a tensor of one "
                 'number; give torch\'s losses reduction="sum"'
             )
-        if (leaf := untracked_leaf([loss], partial(loss_of, job, made, targets), own=[made])) is not None:
+        if (leaf := untracked_leaf([loss], lambda: [loss_of(job, made, targets)], own=[made])) is not None:
             raise ConfigError(
                 f"`loss` computes with a parameter of its own, of shape {tuple(leaf.shape)}, which would not be "
                 "trained; move it into the last layer, or freeze it by requires_grad_(False)"

@@ -149,7 +149,8 @@ def _cast(module: nn.Module, name: str, precision: Precision, masters: dict[int,
             parameter.grad_dtype = torch.float32
         parameter.data = parameter.data.to(torch.bfloat16)
     for key, buffer in module._buffers.items():
-        if buffer is not None and _is_cast(buffer) and not precision.keeps(path + key):
+        is_sum = key in getattr(module, "step_sums", ())
+        if buffer is not None and _is_cast(buffer) and not is_sum and not precision.keeps(path + key):
             module._buffers[key] = buffer.to(torch.bfloat16)
     for key, child in module.named_children():
         _cast(child, path + key, precision, masters)

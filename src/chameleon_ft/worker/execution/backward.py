@@ -31,7 +31,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.schedule import Operation
-from chameleon_ft.side_outputs import SideOutputs, collecting
+from chameleon_ft.side_outputs import SideOutputs
 from chameleon_ft.worker.execution.bad_steps import naming_layer
 from chameleon_ft.worker.execution.gradients import without_gradients
 from chameleon_ft.worker.execution.layers import HeldLayers
@@ -300,7 +300,7 @@ class SavedActivations:
     def _part_forward(self, layers: LayerRange, boundary: Tensor, *, again: bool) -> Tensor:
         part, output = _Part(layers, boundary), boundary
         for layer in layers:
-            with collecting() as side:
+            with self._held.collecting([layer]) as side:
                 output = self._run(LayerRange(layer, layer + 1), output)
             part.ends.append(output.grad_fn)
             part.auxiliary += self._auxiliary(side)
@@ -319,7 +319,7 @@ class SavedActivations:
         if output is None:
             if not (has_gradient or part.had_auxiliary):
                 return []
-            with collecting() as side:
+            with self._held.collecting(part.layers) as side:
                 output = self._run(part.layers, part.boundary)
             auxiliary = self._auxiliary(side)
         return [(output, gradient), *auxiliary] if has_gradient else auxiliary

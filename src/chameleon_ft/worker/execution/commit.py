@@ -352,6 +352,7 @@ class Committer:
             if self.rank.job.clip_value is not None:
                 self.buffers.clamp(self.rank.job.clip_value)
             lr = self.held.update(self.committed)
+        self.held.after_step()
         # After the update, which may round a flipped bit away.
         self.rank.faults.at("optimizer", self.committed)
         return self._applied(vote, grad_norm, lr)

@@ -191,25 +191,27 @@ class GradientBuffers:
             flat.zero()
 
     def scale(self, factor: float) -> None:
-        """Multiply the gradients, but not other sums."""
-        for flat in chain.from_iterable(self._flat.values()):
-            if flat.are_gradients:
-                flat.elements.mul_(factor)
+        for elements in self._gradients(self._flat):
+            elements.mul_(factor)
 
     def first_held(self, worker: int) -> list[GradientKey]:
         """Return the keys of the segments that `worker` is the first holder of."""
         return [key for segment in self.segments if segment.holders[0] == worker for key in segment.keys]
 
     def clamp(self, largest: float) -> None:
-        for flat in chain.from_iterable(self._flat.values()):
-            flat.elements.clamp_(-largest, largest)
+        for elements in self._gradients(self._flat):
+            elements.clamp_(-largest, largest)
+
+    def _gradients(self, keys: Iterable[GradientKey]) -> list[Tensor]:
+        """Return the gradients of some keys, without other sums."""
+        return [flat.elements for key in keys for flat in self._flat[key] if flat.are_gradients]
 
     def square_sum(self, worker: int) -> float:
         """Return the squared L2 norm of the segments that `worker` is the first holder of.
 
         Every layer has one first holder, so the sum of this over all workers counts each layer once.
         """
-        own = [flat.elements for key in self.first_held(worker) for flat in self._flat[key] if flat.are_gradients]
+        own = self._gradients(self.first_held(worker))
         parts = [part for b in own for part in b.split(_NORM_ELEMENTS_ON_CPU if b.is_cpu else _NORM_ELEMENTS)]
         return math.fsum(float(torch.linalg.vector_norm(part, dtype=torch.float64)) ** 2 for part in parts)
 

@@ -9,17 +9,17 @@ holders.
 - The optimizer's state, by updated tensor.
 - Derived parameters: those in bfloat16, rounded from their masters after each update. Where the layer has the master,
   they are no part of the state.
-- Persistent buffers, which a forward may change.
+- Persistent buffers, which no forward may change, but for those that a layer declares to be summed over the step.
 - Of layer 0, if the data is a stream, the position of the next step in it. So whatever holds that layer after a number
   of steps, a worker, a checkpoint or a snapshot, knows which samples come next.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from types import MappingProxyType
 from typing import Any, Final, Self
 
@@ -35,7 +35,7 @@ from chameleon_ft.models.optimizer import ModelOptimizer
 from chameleon_ft.models.precision import cast_layer
 from chameleon_ft.models.recomputation import selective_recomputation
 from chameleon_ft.plan import LayerRange
-from chameleon_ft.side_outputs import AUXILIARY, SideOutputs
+from chameleon_ft.side_outputs import AUXILIARY, SideOutputs, SummedBuffer, collecting, run_after_step, summed_buffers
 from chameleon_ft.worker.execution.bad_steps import noting
 from chameleon_ft.worker.execution.optimizer import LayerOptimizer, Range
 
@@ -77,13 +77,19 @@ class HeldLayer:
     Attributes:
         masters: by name, of parameters that have one in the layer.
         divided: names of parameters whose masters are divided among the owners of slices.
-        side_names: Of what the layer gives beside its output; see `SideOutputs.names`.
-        side: The sums of that over the step; None if there is nothing.
+        summed: The buffers that it declares to be summed over the step.
+        totals: The sums of those, in order.
+        fixed: The other persistent buffers, which no forward may change: module, name there, and name in the layer.
+        side_names: Of its auxiliary losses and metrics; see `SideOutputs.names`.
+        side: The sums of those over the step; None if there is nothing.
     """
 
     module: nn.Module
     masters: Mapping[str, nn.Parameter]
     divided: frozenset[str] = frozenset()
+    summed: tuple[SummedBuffer, ...] = ()
+    totals: tuple[StepSum, ...] = ()
+    fixed: tuple[tuple[nn.Module, str, str], ...] = ()
     side_names: Sequence[str] = ()
     side: StepSum | None = None
 
@@ -106,8 +112,32 @@ class HeldLayer:
         module = module.to(device).train()
         names = job.side_outputs[layer] if job.side_outputs else ()
         side = StepSum(torch.Size((2 * len(names),)), torch.float32, device) if names else None
-        masters = cast_layer(module, job.precision, is_first=layer == 0)
-        return cls(module, masters, side_names=names, side=side)
+        masters, summed = cast_layer(module, job.precision, is_first=layer == 0), summed_buffers(module)
+        totals = tuple(StepSum(each.value.shape, each.value.dtype, device) for each in summed)
+        declared, persistent = {each.path for each in summed}, module.state_dict().keys()
+        fixed = tuple(
+            (module.get_submodule(place), key, name)
+            for name, _ in module.named_buffers()
+            if name in persistent and name not in declared
+            for place, _, key in [name.rpartition(".")]
+        )
+        return cls(module, masters, summed=summed, totals=totals, fixed=fixed, side_names=names, side=side)
+
+    def marks(self) -> list[tuple[int, int]]:
+        """Return what differs for each of the `fixed` buffers once it is changed."""
+        values = [module._buffers.get(key) for module, key, _ in self.fixed]
+        return [(id(value), 0 if value is None or value.is_inference() else value._version) for value in values]
+
+    def require_unchanged(self, before: Sequence[tuple[int, int]], layer: int) -> None:
+        """Raise ConfigError if a buffer was changed since `marks` were taken."""
+        if before == (after := self.marks()):
+            return
+        changed = next(name for (_, _, name), old, new in zip(self.fixed, before, after, strict=True) if old != new)
+        raise ConfigError(
+            f"layer {layer} ({type(self.module).__name__}) changes its buffer {changed!r} in a forward, so that each "
+            "worker that holds it would have another value; name it in step_sums if it is a sum over the step, change "
+            "it in after_step, or register it with persistent=False if it only keeps what its input gives again"
+        )
 
     def divide(self, tied: Collection[str]) -> Self:
         """Return the layer without its masters, except those of tied parameters, which every holder keeps."""
@@ -140,7 +170,7 @@ class HeldLayer:
 
     @property
     def state(self) -> LayerState:
-        """The state without the optimizer's: its own tensors, of which a forward changes only the buffers."""
+        """The state without the optimizer's: its own tensors."""
         return {key: value.detach() if isinstance(value, Tensor) else value for key, value in self.targets.items()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -201,6 +231,7 @@ class HeldLayers:
         self._layers: dict[int, HeldLayer] = {}
         self.arriving: frozenset[int] = frozenset()
         self.position = START
+        self._unknown = set[str]()
         self._optimizer = LayerOptimizer(job, optimizer)
         self._optimizer.owned = owned
         masters = {}
@@ -270,10 +301,17 @@ class HeldLayers:
                 noting(f"in layer {layer} ({type(module).__name__})"),
             ):
                 seed_forward(self._seed, step=step, micro_batch=micro_batch, layer=layer, device=self._device)
+                marks = self._layers[layer].marks()
                 boundary = module(boundary, **{name: fields[name] for name in self._job.keywords(layer)})
+                if module.training:
+                    self._layers[layer].require_unchanged(marks, layer)
             if layer < len(self._checked):
                 self._checked[layer].require(boundary, layer=layer)
         return boundary
+
+    def collecting(self, layers: Iterable[int]) -> AbstractContextManager[SideOutputs]:
+        """Return a context that collects what `layers` give beside their output; see there."""
+        return collecting([each for layer in layers for each in self._layers[layer].summed])
 
     def side_sums(self, layer: int, side: SideOutputs, terms: Callable[[], float]) -> Callable[[], None] | None:
         """Return what adds the outputs of a micro-batch to the sums over the step; None if there are none.
@@ -291,14 +329,37 @@ class HeldLayers:
                 f"layer {layer} ({type(own.module).__name__}) has an auxiliary loss, which it had not for the first "
                 "micro-batch, before the run; call auxiliary_loss in each forward, with 0.0 where there is none"
             )
-        if own.side is None:
-            return None
-        sums = side.sums(own.side_names, terms() if side.has_own_terms else 0.0, self._device)
-        return partial(own.side.add, sums)
+        added = [*zip(own.totals, side.step_sums, strict=True)]
+        for name in side.logged.keys() - set(own.side_names) - self._unknown:
+            self._unknown.add(name)
+            print(
+                f"layer {layer} ({type(own.module).__name__}) logs {name!r}, which is not recorded, because it was not "
+                "logged for the first micro-batch, before the run; log it in each forward, with weight=0 where there "
+                "is nothing to record",
+                file=sys.stderr,
+            )
+        if own.side is not None:
+            sums = side.sums(own.side_names, terms() if side.has_own_terms else 0.0, self._device)
+            added.append((own.side, sums))
+
+        def add() -> None:
+            for total, values in added:
+                total.add(values)
+
+        return add if added else None
 
     def sums(self, layers: Iterable[int]) -> list[StepSum]:
         """The sums over the step of what `layers` give beside their output, in order."""
-        return [own.side for own in map(self._layers.__getitem__, layers) if own.side is not None]
+        held = [self._layers[layer] for layer in layers]
+        return [each for own in held for each in (*own.totals, own.side) if each is not None]
+
+    def after_step(self) -> None:
+        """Have the layers use the sums that they have declared, after the update."""
+        for layer in sorted(self.layers):
+            own = self._layers[layer]
+            if own.summed:
+                with noting(f"in after_step of layer {layer} ({type(own.module).__name__})"):
+                    run_after_step(own.summed, [each.grad.clone() for each in own.totals if each.grad is not None])
 
     def side_totals(self, layers: Iterable[int]) -> dict[str, tuple[float, float]]:
         """The numbers in `sums`, added up by name: sums, and those of their weights."""
@@ -417,15 +478,16 @@ class HeldLayers:
         return {key: value.clone() if key in buffers else value for key, value in state.items()}
 
     def replicated_state_of(self, layer: int) -> LayerState:
-        """As `state_of`, without the buffers, which differ between holders. So it is equal on all holders.
+        """As `state_of`, without buffers that are summed over the step, so that it is equal on all holders.
 
         The copies of tied parameters are part of it. Parameters whose masters are divided are not.
         """
         own = self._layers[layer]
-        parameters = {f"module/{name}" for name, _ in own.module.named_parameters() if name not in own.divided}
+        names = [name for name, _ in own.module.named_parameters() if name not in own.divided]
+        equal = {f"module/{name}" for name in (*names, *(name for _, _, name in own.fixed))}
         # It may have come from another holder in another order.
         state = sorted(self.state_of(layer).items())
-        return {key: value for key, value in state if key in parameters or key.startswith("optimizer/")}
+        return {key: value for key, value in state if key in equal or key.startswith("optimizer/")}
 
     def compared_state_of(self, layer: int) -> LayerState:
         """As `replicated_state_of`, with the parameters that are rounded from their masters."""
