@@ -7,8 +7,8 @@ import random
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from chameleon_ft.data import SampleOrder
 from chameleon_ft.events.kinds import LoaderEnded
 from chameleon_ft.job import Job
 from chameleon_ft.worker.communicators.base import CommunicationError
-from chameleon_ft.worker.execution.micro_batches import DatasetReads
+from chameleon_ft.worker.execution.micro_batches import DatasetReads, EvaluationReads, RunReads
 from chameleon_ft.worker.loaders import PrefetchedReads, _load
 from tests.harness import assert_trained_as_if_nothing_failed, fails, train_here
 from tests.worker.test_slow_reads import plain_losses
@@ -53,6 +53,7 @@ class Loaders:
     """Loaders in threads, which read a dataset of their own."""
 
     job: Job
+    reads: RunReads | None = None
     sockets: list[socket.socket] = field(default_factory=list)
     threads: list[threading.Thread] = field(default_factory=list)
     waited: list[str] = field(default_factory=list)
@@ -67,7 +68,7 @@ class Loaders:
         def load() -> None:
             started.set()
             with suppress(EndError, OSError):
-                _load(theirs, DatasetReads(self.job, BATCH, seed=7))
+                _load(theirs, self.reads or DatasetReads(self.job, BATCH, seed=7))
             theirs.close()
 
         self.threads.append(threading.Thread(target=load, daemon=True))
@@ -137,6 +138,28 @@ def test_samples_are_those_of_a_plain_read_whatever_was_expected(loaders: Loader
             wait_until_ready(reads)
         assert_reads(reads, [(step, each) for each in wanted])
     assert_reads(reads, [(0, 1), (9, 2)])
+
+
+def test_held_out_samples_are_read_ahead_of_each_evaluation(loaders: Loaders) -> None:
+    config = RunConfig(batch=BATCH, seed=7)
+
+    def reads_of(training: Numbers, held_out: Numbers) -> RunReads:
+        job = replace(job_of(training), evaluation=held_out)
+        return RunReads(job, config, reading=lambda doing: nullcontext())
+
+    here, there = [Numbers(), Numbers()], [Numbers(), Numbers()]
+    loaders.reads = reads_of(*there)
+    reads, wanted = prefetched(loaders, reads=reads_of(*here)), [0, 1, 2, 3]
+    evaluated, numbers = EvaluationReads(reads), range(-(-SAMPLES // BATCH.micro_batch_size) + 1)
+    for step in range(3):
+        reads.expect(step, wanted, wanted)
+        wait_until_ready(reads)
+        assert_reads(reads, [(step, each) for each in wanted])
+        evaluated.expect(step, numbers, ())
+        found = [index for each in numbers for index in evaluated.read(step, each).targets.tolist()]
+        assert found == [min(each, SAMPLES - 1) for each in range(len(found))]
+    assert [each.read for each in here] == [[], []], "all were read by loaders"
+    assert len(there[1].read) == 3 * len(found)
 
 
 def test_each_sample_is_read_once_and_only_so_many_steps_ahead(loaders: Loaders) -> None:

@@ -37,7 +37,7 @@ from chameleon_ft.host.fork_server import end_with, exit_immediately, name_proce
 from chameleon_ft.job import Job
 from chameleon_ft.job_record import Fact
 from chameleon_ft.worker.execution.bad_steps import describe_error, noting
-from chameleon_ft.worker.execution.micro_batches import DatasetReads, MicroBatch, SampleSource
+from chameleon_ft.worker.execution.micro_batches import MicroBatch, RunReads, SampleSource, place_of
 from chameleon_ft.worker.inspection import load_examined
 from chameleon_ft.worker.streams import read_stream
 
@@ -301,8 +301,7 @@ class PrefetchedReads:
 
 
 def _describe(key: Key) -> str:
-    step, micro_batch = key
-    return f"reading the samples of micro-batch {micro_batch} in step {step}"
+    return f"reading the samples of {place_of(*key)}"
 
 
 # --- in the server and in the loaders --------------------------------------------------------------------------------
@@ -343,7 +342,7 @@ def _serve(requests: socket.socket, progress: mmap.mmap) -> NoReturn:
                 if number == _READER:
                     read_stream(*loaded, Connection(files[0]))
                     break
-                reads = DatasetReads.of(*loaded, reading=_Progress(progress, number).reading)
+                reads = RunReads(*loaded, reading=_Progress(progress, number).reading)
                 _load(socket.socket(fileno=files[0]), reads)
                 break
             os.close(files[0])
@@ -374,7 +373,7 @@ class _Progress:
         self.memory[begin : begin + _PROGRESS_BYTES] = entry
 
 
-def _load(requests: socket.socket, reads: DatasetReads) -> None:
+def _load(requests: socket.socket, reads: SampleSource) -> None:
     """Read the micro-batches that are asked for, in order, until the rank ends."""
     requests.send(b"ready")
     while request := requests.recv(_REQUEST.size):

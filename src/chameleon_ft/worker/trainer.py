@@ -39,7 +39,7 @@ from chameleon_ft.worker.execution.bad_steps import BadStepError, JobError, noti
 from chameleon_ft.worker.execution.commit import Committer, StateCheck, StateDiffersError
 from chameleon_ft.worker.execution.evaluation import Evaluator
 from chameleon_ft.worker.execution.executor import Executor
-from chameleon_ft.worker.execution.micro_batches import DatasetReads, Draw, MicroBatches, SampleSource
+from chameleon_ft.worker.execution.micro_batches import Draw, MicroBatches, RunReads, SampleSource
 from chameleon_ft.worker.execution.steps import StepRecorder
 from chameleon_ft.worker.generation import Generation, Preparations
 from chameleon_ft.worker.loaders import LoaderServer, PrefetchedReads
@@ -71,6 +71,8 @@ class Trainer:
         self._client = client
         self._new_communicators = new_communicators
         self._stream: ReadAhead | None = None
+        reads = RunReads(rank.job, config, reading=self._reading)
+        source = reads if loaders is None else self._prefetched(reads, loaders)
         if is_stream(rank.job.dataset):
             assert loaders is not None
             self._stream = ReadAhead(
@@ -79,12 +81,10 @@ class Trainer:
                 ended=self._report_ended,
             )
         else:
-            reads = DatasetReads.of(rank.job, config, reading=self._reading)
-            source = reads if loaders is None else self._prefetched(reads, loaders)
             self._micro_batches = MicroBatches(
                 source, rank.device, rank.job, draws=reads.draws, unread=self._report_unread
             )
-        self._evaluator = None if rank.job.evaluation is None else Evaluator(rank, config, reading=self._reading)
+        self._evaluator = None if rank.job.evaluation is None else Evaluator(rank, config, source)
         self._state = RankState(rank, config, run, client)
         client.snapshot_resolved = self._state.snapshots.resolve
         self._has_quiesced = False

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Self
 
 from torch import Tensor
 
 from chameleon_ft.config import RunConfig
-from chameleon_ft.data.order import EvaluationOrder
 from chameleon_ft.keys import generators_kept
 from chameleon_ft.schedule import Operation, forwards_of
 from chameleon_ft.worker.context import RankContext
 from chameleon_ft.worker.execution.bad_steps import noting
 from chameleon_ft.worker.execution.executor import Executor
-from chameleon_ft.worker.execution.micro_batches import DatasetReads, MicroBatches
+from chameleon_ft.worker.execution.micro_batches import EvaluationReads, MicroBatches, SampleSource, evaluated_samples
 from chameleon_ft.worker.execution.steps import StepState, StepStats
 
 
@@ -77,29 +75,15 @@ class Evaluator:
     """Evaluates the layers of a rank, when all ranks do.
 
     Args:
-        reading: See `DatasetReads`.
+        source: of all samples of the run; see `RunReads`.
     """
 
-    def __init__(
-        self, rank: RankContext, config: RunConfig, *, reading: Callable[[str], AbstractContextManager[object]]
-    ) -> None:
-        dataset = rank.job.evaluation
-        assert dataset is not None
+    def __init__(self, rank: RankContext, config: RunConfig, source: SampleSource) -> None:
         self._rank = rank
         self._every = config.evaluation.every
         self._routes = config.batch.micro_batches
-        samples = min(len(dataset), config.evaluation.samples or len(dataset))
-        self._batches = EvaluationBatches(samples, config.batch.micro_batch_size)
-        reads = DatasetReads(
-            rank.job,
-            config.batch,
-            seed=config.seed,
-            dataset=dataset,
-            order=EvaluationOrder(samples, config.seed),
-            first_sample=lambda step: 0,
-            reading=lambda sample: reading(f"{sample}, to evaluate"),
-        )
-        self._micro_batches = MicroBatches(reads, rank.device, rank.job)
+        self._batches = EvaluationBatches(evaluated_samples(rank.job, config), config.batch.micro_batch_size)
+        self._micro_batches = MicroBatches(EvaluationReads(source), rank.device, rank.job)
         self._asked = self._answered = 0
 
     def is_due(self, step: int, *, request: int) -> bool:
@@ -138,6 +122,7 @@ class Evaluator:
                     metrics[name] += weight * float(metric(output, targets))
 
         program = forwards_of(operations, micro_batches=self._routes, count=self._batches.count)
+        self._micro_batches.expect(state.step, program, ())
         evaluating = replace(executor, micro_batches=self._micro_batches)
         with executor.held.evaluating(), generators_kept(self._rank.device):
             stats = evaluating.evaluate(state, program, measure=measure, after=after)

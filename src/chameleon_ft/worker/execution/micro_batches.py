@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final, NamedTuple, Protocol, Self
 
@@ -20,7 +21,7 @@ from chameleon_ft.config import Batch, RunConfig
 from chameleon_ft.data.mixture import sample_order
 from chameleon_ft.data.order import EvaluationOrder
 from chameleon_ft.data.samples import fields_of, load_micro_batch, load_readable
-from chameleon_ft.job import Dataset, Job
+from chameleon_ft.job import Dataset, Job, is_stream
 from chameleon_ft.models.fields import require_padding_at_end
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.schedule import Operation, OperationKind
@@ -29,6 +30,15 @@ from chameleon_ft.worker.execution.bad_steps import describe_error
 
 KEPT_MICRO_BATCHES: Final = 64
 """The latest micro-batches stay loaded, because a hop reads its inputs, and later its targets, one by one."""
+
+
+EVALUATION: Final = -1
+"""Stands for the step where the held-out samples are read, which do not depend on it."""
+
+
+def place_of(step: int, micro_batch: int) -> str:
+    """Return the micro-batch of a step, or of an evaluation, in words."""
+    return f"micro-batch {micro_batch} {'to evaluate' if step == EVALUATION else f'in step {step}'}"
 
 
 class MicroBatch(NamedTuple):
@@ -144,7 +154,7 @@ class DatasetReads:
         first = self._first_sample(step) + micro_batch * size
 
         def reading(index: int) -> AbstractContextManager[object]:
-            return self._reading(f"reading sample {index} of micro-batch {micro_batch} in step {step}")
+            return self._reading(f"reading sample {index} of {place_of(step, micro_batch)}")
 
         if not self._is_tolerant:
             read = load_micro_batch(self._dataset, self._order, first, size, collate=self._collate, reading=reading)
@@ -160,6 +170,62 @@ class DatasetReads:
         size = self._batch.micro_batch_size
         draws = self._order.draws_at(self._first_sample(step) + micro_batch * size, size)
         return [(epoch, index) for index, epoch in draws]
+
+
+class RunReads:
+    """Reads all samples of a run in this thread: those of training, and those of evaluations as step `EVALUATION`."""
+
+    def __init__(
+        self, job: Job, config: RunConfig, *, reading: Callable[[str], AbstractContextManager[object]]
+    ) -> None:
+        # A stream is read elsewhere.
+        self._training = None if is_stream(job.dataset) else DatasetReads.of(job, config, reading=reading)
+        self._evaluation: DatasetReads | None = None
+        if job.evaluation is not None:
+            self._evaluation = DatasetReads(
+                job,
+                config.batch,
+                seed=config.seed,
+                dataset=job.evaluation,
+                order=EvaluationOrder(evaluated_samples(job, config), config.seed),
+                first_sample=lambda step: 0,
+                reading=reading,
+            )
+
+    def expect(self, step: int, wanted: Sequence[int], following: Sequence[int]) -> None:
+        """See `SampleSource`."""
+
+    def read(self, step: int, micro_batch: int) -> MicroBatch:
+        """See `SampleSource`."""
+        reads = self._evaluation if step == EVALUATION else self._training
+        assert reads is not None
+        return reads.read(step, micro_batch)
+
+    def draws(self, step: int, micro_batch: int) -> list[Draw]:
+        """Return which samples a micro-batch of training has, by their rows."""
+        assert self._training is not None
+        return self._training.draws(step, micro_batch)
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationReads:
+    """The held-out samples of a source, for every step that is evaluated."""
+
+    source: SampleSource
+
+    def expect(self, step: int, wanted: Sequence[int], following: Sequence[int]) -> None:
+        """See `SampleSource`."""
+        self.source.expect(EVALUATION, wanted, ())
+
+    def read(self, step: int, micro_batch: int) -> MicroBatch:
+        """See `SampleSource`."""
+        return self.source.read(EVALUATION, micro_batch)
+
+
+def evaluated_samples(job: Job, config: RunConfig) -> int:
+    """Return how many of the job's held-out samples are evaluated."""
+    assert job.evaluation is not None
+    return min(len(job.evaluation), config.evaluation.samples or len(job.evaluation))
 
 
 class MicroBatches:
