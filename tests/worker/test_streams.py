@@ -12,7 +12,19 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from chameleon_ft.config import Batch, Checkpoint, Health, Parallel, Preflight, Recovery, RunConfig, Skip, Snapshots
+from chameleon_ft.config import (
+    Batch,
+    Checkpoint,
+    Health,
+    Loading,
+    Parallel,
+    Preflight,
+    Recovery,
+    RunConfig,
+    Skip,
+    Snapshots,
+)
+from chameleon_ft.events.kinds import SampleLeftOut
 from chameleon_ft.keys import init_key
 from chameleon_ft.launch.local import train
 from chameleon_ft.protocol.messages import Inject
@@ -58,6 +70,17 @@ JOB = """
         def __iter__(self):
             return Itself()
 
+    class Numbers(Itself):
+        def __next__(self):
+            if self.next == LENGTH:
+                raise StopIteration
+            self.next += 1
+            return {"number": self.next - 1}
+
+    def collate(samples):
+        pairs = [sample(each["number"]) for each in samples]
+        return tuple(map(torch.stack, zip(*pairs)))
+
     class Stateless:
         def __iter__(self):
             return map(sample, range(LENGTH))
@@ -74,7 +97,8 @@ JOB = """
         return torch.optim.AdamW(parameters, lr=0.01)
 
     def job():
-        return Job(layers=LAYERS, loss=loss, dataset=STREAM(), optimizer=optimizer)
+        own = collate if STREAM is Numbers else None
+        return Job(layers=LAYERS, loss=loss, dataset=STREAM(), optimizer=optimizer, collate=own)
 """
 
 
@@ -99,9 +123,9 @@ def config_of(directory: Path, stream: str, *, dp: int, pp: int, faulty: int = -
 
 
 @cache
-def plain_losses(steps: int, skips: tuple[Skip, ...] = ()) -> list[float]:
-    """Train as anyone would: one process that goes through the samples, again and again."""
-    left_out = {each.step: each.samples for each in skips}
+def plain_losses(steps: int, skips: tuple[Skip, ...] = (), left_out: int = -1) -> list[float]:
+    """Train as anyone would: one process that goes through the samples but one, again and again."""
+    skipped = {each.step: each.samples for each in skips}
     first = 0
     layers = []
     for number, (size, width) in enumerate([(6, 8), (8, 3)]):
@@ -109,10 +133,10 @@ def plain_losses(steps: int, skips: tuple[Skip, ...] = ()) -> list[float]:
         layers.append(nn.Linear(size, width, dtype=torch.float64))
     model = nn.Sequential(layers[0], nn.Tanh(), layers[1])
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    losses = []
+    losses, known = [], [number for number in range(LENGTH) if number != left_out]
     for step in range(steps):
-        first += left_out.get(step, 0)
-        numbers = [number % LENGTH for number in range(first, first + 8)]
+        first += skipped.get(step, 0)
+        numbers = [known[place % len(known)] for place in range(first, first + 8)]
         first += 8
         inputs = torch.stack([torch.sin(torch.arange(6, dtype=torch.float64) * (number + 1)) for number in numbers])
         mean = functional.cross_entropy(model(inputs), torch.tensor([number % 3 for number in numbers]))
@@ -123,9 +147,9 @@ def plain_losses(steps: int, skips: tuple[Skip, ...] = ()) -> list[float]:
     return losses
 
 
-def assert_trained_in_order(ended: Ended) -> None:
+def assert_trained_in_order(ended: Ended, left_out: int = -1) -> None:
     found = {record.step: record.loss for record in ended.run.readable_steps()[0]}
-    expected = plain_losses(max(found) + 1, ended.run.config().skips)
+    expected = plain_losses(max(found) + 1, ended.run.config().skips, left_out)
     assert [found[step] for step in sorted(found)] == pytest.approx(
         [expected[step] for step in sorted(found)], rel=1e-9
     )
@@ -194,3 +218,18 @@ def test_an_error_of_the_stream_is_named(tmp_path: Path) -> None:
     assert "the disk is gone" in ended.summary["reason"]
     assert "sample 85 of epoch 0" in ended.summary["reason"]
     assert_trained_in_order(ended)
+
+
+@pytest.mark.parametrize("stream", ["Itself", "Numbers"])
+def test_a_sample_that_cannot_be_read_or_collated_is_left_out(tmp_path: Path, stream: str) -> None:
+    """In its place there is the next one, also if the reader is killed in the step that lacks it."""
+    loading, failures = Loading(on_error="skip"), (fails(0, step=5, phase="sync"),)
+    ended = train_here(
+        config_of(tmp_path, stream, dp=2, pp=1, faulty=44, loading=loading, failures=failures), tmp_path / "run"
+    )
+    assert (ended.code, ended.lost) == (0, {0}), ended.summary["reason"]
+    events = [event for event in ended.run.events() if isinstance(event, SampleLeftOut)]
+    assert [(event.step, event.epoch, event.sample) for event in events] == [(5, 0, 44)]
+    assert_trained_in_order(ended, left_out=44)
+    assert (ended.summary["samples_lost"], ended.summary["samples_seen"]) == (0, 96)
+    assert_as_the_plain_loop(ended)

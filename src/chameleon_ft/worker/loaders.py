@@ -337,7 +337,7 @@ def _serve(requests: socket.socket, progress: mmap.mmap) -> NoReturn:
             if number != _LOAD and not os.fork():
                 requests.close()
                 end_with(own)
-                name_process("stream" if number == _READER else f"loader {number}")
+                name_process("loader stream" if number == _READER else f"loader {number}")
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 if number == _READER:
                     read_stream(*loaded, Connection(files[0]))
