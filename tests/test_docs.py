@@ -20,6 +20,7 @@ from chameleon_ft.config import BACKENDS, DEVICES, RunConfig, config_type, parse
 from chameleon_ft.models.checks import boundary_specs, check_loss
 from chameleon_ft.models.optimizer_checks import check_learning_rate, check_optimizer
 from chameleon_ft.models.sample_checks import SampleReads
+from tests.models.transformers_families import family, whole_model
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -175,6 +176,22 @@ def test_the_code_on_the_page_on_optimizers_runs() -> None:
     for each in (job, replace(job, optimizer=names["adamw"])):
         check_optimizer(each, device=torch.device("cpu"))
     check_learning_rate(job)
+
+
+@pytest.mark.multiprocess
+def test_the_code_on_the_page_on_transformers_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    first, session = blocks(ROOT / "docs" / "transformers.md", "python")
+    Path("finetune.py").write_text(first)
+    config = family("qwen3_moe", tie_word_embeddings=True)
+    before = whole_model(config)
+    before.save_pretrained("model")
+    names: dict[str, Any] = {}
+    exec(session, names)
+    trained = names["model"]
+    assert type(trained) is type(before)
+    changes = [(trained.state_dict()[name] - value).abs().max() for name, value in before.state_dict().items()]
+    assert all(0 < change < 0.1 for change in changes)
 
 
 @pytest.mark.multiprocess

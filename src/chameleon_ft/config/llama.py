@@ -11,8 +11,13 @@ from chameleon_ft.config.sections import Section
 
 
 class LlamaConfig(Section):
-    """Shape of the Llama-style model."""
+    """Shape of the Llama-style model, or the folder of another one."""
 
+    hf: str = Field(
+        default="",
+        description="Folder of a decoder-only model of transformers, with its config.json, which is trained instead of "
+        "the Llama; see transformers.md. Of the other settings here, only `seq_len` counts then.",
+    )
     vocab_size: int = Field(default=256, ge=2, description="Number of token ids; text is read as bytes and needs 256.")
     dim: int = Field(default=128, ge=2, description="Width of the residual stream.")
     num_layers: int = Field(

@@ -309,7 +309,8 @@ class TrainConfig(RunConfig):
 
     def problems(self) -> Iterator[tuple[str, str]]:
         yield from super().problems()
-        if self.parallel.pp > self.model.partition_layers:
+        # The layers of another model are known once its folder has been read.
+        if self.parallel.pp > self.model.partition_layers and not self.model.hf:
             yield (
                 "parallel.pp",
                 f"asks for more stages than the model has layers: {self.model.partition_layers}, "

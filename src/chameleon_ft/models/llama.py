@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -221,32 +221,38 @@ def llama_job(config: TrainConfig) -> Job:
     """Return the job of ``config.model`` on the data prepared in ``config.output_dir`` (see `load_sources`).
 
     Raises:
+        ConfigError: another model is named, by its folder, which cannot be trained.
         DataError: the data cannot be used.
     """
-    optimizer = config.optimizer
-    return Job(
-        layers=llama_layers(config.model),
-        loss=next_token_loss,
-        loss_terms=Tensor.numel,
-        dataset=_dataset(config),
-        optimizer=partial(
+    optimizer, model = config.optimizer, config.model
+    training: dict[str, Any] = {
+        "dataset": _dataset(config),
+        "optimizer": partial(
             adamw,
             lr=optimizer.lr,
             weight_decay=optimizer.weight_decay,
             betas=(optimizer.beta1, optimizer.beta2),
             eps=optimizer.eps,
         ),
-        learning_rate=partial(
+        "learning_rate": partial(
             warmup_cosine,
             peak=optimizer.lr,
             floor=optimizer.min_lr,
             warmup_steps=optimizer.warmup_steps,
             total_steps=config.steps,
         ),
-        clip_norm=optimizer.clip_norm or None,
-        layer_costs=layer_flops(config.model),
-        tied=tied_parameters(config.model),
-        weights=llama_weights(config.model),
+        "clip_norm": optimizer.clip_norm or None,
+    }
+    if model.hf:
+        return Job.from_transformers(model.hf, targets="next tokens", **training)
+    return Job(
+        layers=llama_layers(model),
+        loss=next_token_loss,
+        loss_terms=Tensor.numel,
+        layer_costs=layer_flops(model),
+        tied=tied_parameters(model),
+        weights=llama_weights(model),
+        **training,
     )
 
 

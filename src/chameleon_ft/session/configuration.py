@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import errno
+import json
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from typing import Any, Final, Literal, Self, TypeAlias
 from chameleon_ft.config import (
     LLAMA_JOB,
     Control,
+    LlamaConfig,
     RunConfig,
     TrainConfig,
     config_type,
@@ -134,6 +136,8 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
         mixture = tuple(each.model_copy(update={"path": str(_absolute_path(Path(each.path)))}) for each in data.mixture)
         path = str(_absolute_path(Path(data.path))) if data.path else ""
         changes["data"] = data.model_copy(update={"path": path, "mixture": mixture})
+        if config.model.hf:
+            changes["model"] = _with_sizes(config.model)
     return config.model_copy(update=changes)
 
 
@@ -141,6 +145,20 @@ def refuse_job_arguments(given: Mapping[str, str]) -> None:
     """Raise ConfigError if there are arguments for a job, and no configuration that has one."""
     for name in given:
         raise ConfigError(f"--job.{name}: is an argument of a job; give the Python file of that, or a configuration")
+
+
+def _with_sizes(model: LlamaConfig) -> LlamaConfig:
+    """Return the section of a model of transformers with the numbers of its ids and layers. Raises ConfigError."""
+    file = _absolute_path(Path(model.hf)) / "config.json"
+    try:
+        sizes = json.loads(file.read_text(encoding="utf-8"))
+        sizes = sizes.get("text_config", sizes)
+        vocabulary, layers = int(sizes["vocab_size"]), int(sizes.get("num_hidden_layers") or sizes["n_layer"])
+    except OSError as error:
+        raise ConfigError(f"model.hf: {file} cannot be read: {error.strerror}; give the folder of a model") from None
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        raise ConfigError(f"model.hf: {file} does not say how large the model is: {error!r}") from None
+    return model.model_copy(update={"hf": str(file.parent), "vocab_size": vocabulary, "num_layers": layers})
 
 
 def read_config_values(file: Path, job_arguments: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:

@@ -368,6 +368,8 @@ def _profile_of_config(config: RunConfig, path: Path, *, device_name: str | None
         if config.profile is not None:
             raise ConfigError(f"--device {device_name}: {path} has a profile already; leave one of them out")
         model = config.model
+        if model.hf:
+            raise ConfigError(f"--device {device_name}: plan for the model of {path} by --model {model.hf}/config.json")
         shape = ModelShape(
             name=f"the Llama of dim {model.dim}",
             blocks=(
