@@ -17,6 +17,7 @@ from chameleon_ft.models.precision import with_declared
 from chameleon_ft.models.transformers import causal_loss, causal_terms
 from chameleon_ft.models.transformers_walk import Walk
 from chameleon_ft.models.weights import check_weights
+from chameleon_ft.side_outputs import collecting
 from tests.golden import refused
 from tests.models.transformers_families import FAMILIES, VOCAB, family, load_layers, whole_model
 
@@ -64,6 +65,31 @@ def test_loss_and_gradients_are_those_of_transformers(name: str) -> None:
             seen.add(named := walk.names(index)[own])
             torch.testing.assert_close(parameter.grad, theirs[named].grad, rtol=1e-5, atol=1e-5)
     assert seen == set(theirs)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_the_loss_of_routers_is_that_of_transformers(name: str, is_padded: bool) -> None:
+    config = family(name, output_router_logits=True, router_aux_loss_coef=0.5)
+    model, walk = loud(whole_model(config)), Walk.of(config)
+    layers, ids = build(walk), tokens(3, LENGTH)
+    load_layers(walk, layers, model)
+    mask = (torch.arange(LENGTH) < torch.tensor([[LENGTH], [7], [9]])).long() if is_padded else None
+    labels = ids if mask is None else ids.masked_fill(mask == 0, -100)
+
+    with collecting() as side:
+        logits = run(layers, ids, **({} if mask is None else {"attention_mask": mask}))
+    ((auxiliary, terms),) = side.losses
+    loss = causal_loss(logits, labels) / causal_terms(labels) + auxiliary / (terms or 0)
+    loss.backward()
+    expected = model(ids, labels=labels, attention_mask=mask).loss
+    expected.backward()
+
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    theirs = dict(model.named_parameters(remove_duplicate=False))
+    for index, layer in enumerate(layers, -1):
+        for own, parameter in layer.named_parameters():
+            torch.testing.assert_close(parameter.grad, theirs[walk.names(index)[own]].grad, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

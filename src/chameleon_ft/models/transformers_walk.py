@@ -22,6 +22,7 @@ from torch.nn import functional
 
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.models.checks import leaves_of
+from chameleon_ft.models.router_loss import RouterLoss, Sums
 
 # Attributes of a decoder layer that number it, for its place in a cache of keys, which training does not have.
 _NUMBERS: Final = frozenset({"layer_idx", "layer_id", "layer_number", "block_idx"})
@@ -104,6 +105,7 @@ class TransformersLayer(nn.Module):
         """Build a part: -1 is what comes before the decoder layers, their number what comes after them."""
         super().__init__()
         self._index = index
+        self._is_head = index == walk.num_blocks
         self._makes_masks = walk.makes_masks and index >= 0
         # As in a model of transformers; see `chameleon_ft.models.precision`.
         self._keep_in_fp32_modules = walk.fp32_modules()
@@ -111,6 +113,9 @@ class TransformersLayer(nn.Module):
         held = {path: walk.build(path) for path in walk.paths_of(index)}
         for path, module in held.items():
             self.add_module(walk.name_of(path), module)
+        self._routers, self._logits = walk.routers, list[Tensor]()
+        if self._routers is not None:
+            self._routers.watch(self, self._logits)
         # In a tuple it is no module of this one: its parts have names of their own here.
         self._model = (walk.shell(index, held, self._call),)
 
@@ -122,11 +127,30 @@ class TransformersLayer(nn.Module):
 
     def forward(
         self,
-        x: Tensor,
+        x: Any,
         *,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
+    ) -> Any:
+        if self._routers is None:
+            return self._run(x, attention_mask, position_ids, document_ids)
+        hidden, *others = (x, *self._routers.begin(x.device)) if self._index < 0 else x
+        self._logits.clear()
+        output = self._run(hidden, attention_mask, position_ids, document_ids)
+        sums: Sums = (others[0], others[1])
+        for logits in self._logits:
+            sums = self._routers.add(sums, logits, attention_mask)
+        self._logits.clear()
+        if not self._is_head:
+            return (output, *sums)
+        self._routers.end(
+            sums, hidden.shape[0] * hidden.shape[1] if attention_mask is None else int(attention_mask.sum())
+        )
+        return output
+
+    def _run(
+        self, x: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, document_ids: Tensor | None
     ) -> Tensor:
         if document_ids is not None and position_ids is None:
             position_ids = positions_in_documents(document_ids)
@@ -172,6 +196,7 @@ class Walk:
             buffers and no parameters, such as rotary positions, which all parts hold.
         as_tuple: whether a decoder layer returns a tuple.
         makes_masks: whether masks are to be made before the forward, which would make none of documents.
+        routers: the loss of its routers.
     """
 
     model: Any
@@ -182,6 +207,7 @@ class Walk:
     tables: tuple[str, ...]
     as_tuple: bool
     makes_masks: bool = False
+    routers: RouterLoss | None = None
 
     @classmethod
     def of(cls, config: Any, attention: str | None = None) -> Walk:
@@ -193,6 +219,10 @@ class Walk:
         name = config.model_type
         # There is nothing to generate, so there is no cache of keys.
         config.use_cache = False
+        has_router_loss = getattr(config, "output_router_logits", False)
+        if has_router_loss:
+            # It is computed here; see `RouterLoss`.
+            config.output_router_logits = False
         if getattr(config, "quantization_config", None) is not None:
             raise ConfigError(f"{name}: the model is quantised, and cannot be trained; give one that is not")
         if attention is not None:
@@ -207,7 +237,10 @@ class Walk:
             raise ConfigError(
                 f"{name}: transformers cannot build the model ({type(error).__name__}: {error})"
             ) from error
-        return _find(model)
+        walk = _find(model)
+        if not has_router_loss:
+            return walk
+        return replace(walk, routers=RouterLoss.of(model, model.get_submodule(walk.blocks.rpartition(".")[0])))
 
     def layers(self) -> tuple[Callable[[], nn.Module], ...]:
         """Return the factories of the layers; decoder layers that are alike share one."""
