@@ -58,26 +58,26 @@ def main() -> int:
     folder = new_folder(given.out)
     seeds = range(given.seed, given.seed + given.runs)
     runs = [draw(seed, joins=given.joins, strikes=given.strikes) for seed in seeds]
-    trained = partial(_trained, folder, streams=given.streams)
+    trained = partial(_trained, folder, job=given.job)
     with ProcessPoolExecutor(given.jobs, mp_context=multiprocessing.get_context("spawn")) as processes:
         findings = list(processes.map(trained, runs))
     return _report(list(zip(runs, findings, strict=True))).emit(folder, as_json=given.json)
 
 
-def _trained(folder: Path, drawn: DrawnRun, *, streams: bool) -> Findings:
+def _trained(folder: Path, drawn: DrawnRun, *, job: str) -> Findings:
     """Train a drawn run; its directory remains if it has problems."""
     torch.set_num_threads(1)  # more threads of the plain loop would compete with the workers
     directory, start = folder / f"seed-{drawn.seed}", time.perf_counter()
-    findings = run_drawn(drawn, directory, streams=streams)
+    findings = run_drawn(drawn, directory, job=job)
     progress(f"{drawn}\n  in {time.perf_counter() - start:.1f} s {findings}")
     if not findings.problems:
         shutil.rmtree(directory)
     return findings
 
 
-def config_of(drawn: DrawnRun, directory: Path, *, streams: bool = False) -> TrainConfig:
-    """Return the configuration of a drawn run, with its text in `directory`, which it may read as a stream."""
-    job = {"job": f"{Path(__file__).parent / '_streamed_llama.py'}:job"} if streams else {}
+def config_of(drawn: DrawnRun, directory: Path, *, job: str = "") -> TrainConfig:
+    """Return the configuration of a drawn run, with its text in `directory`; `job`: the file of another job."""
+    own = {"job": f"{Path(__file__).parent / job}:job"} if job else {}
     respawn = {"respawn": True, "respawn_delay_s": 0.2} if drawn.respawn else {}
     every, mode = drawn.snapshots or (0, "copy")
     return small_config(
@@ -107,13 +107,13 @@ def config_of(drawn: DrawnRun, directory: Path, *, streams: bool = False) -> Tra
         snapshots=Snapshots(every=every, mode=mode),
         recovery=Recovery.model_validate({"policy": drawn.policy, **respawn}),
         failures=drawn.failures,
-        **job,
+        **own,
     )
 
 
-def run_drawn(drawn: DrawnRun, directory: Path, *, streams: bool = False) -> Findings:
+def run_drawn(drawn: DrawnRun, directory: Path, *, job: str = "") -> Findings:
     """Train a drawn run in a new directory, and check its records."""
-    config_in = partial(config_of, drawn, streams=streams)
+    config_in = partial(config_of, drawn, job=job)
     directory.mkdir()
     if drawn.strikes:
         train = train_on_hosts if drawn.is_on_hosts else train_under_strikes
@@ -227,7 +227,11 @@ def _arguments() -> argparse.Namespace:
         "workers at random moments, fill disks, cut links between hosts or coordinators off (in network namespaces), "
         "slow workers and links down, and spoil gradients and states, too",
     )
-    parser.add_argument("--streams", action="store_true", help="read the data as a stream")
+    for flag, file, text in (
+        ("--streams", "_streamed_llama.py", "read the data as a stream"),
+        ("--varied", "_varied_llama.py", "draw frozen layers, the optimizer, its groups and its schedule, too"),
+    ):
+        parser.add_argument(flag, action="store_const", const=file, default="", dest="job", help=text)
     given = parser.parse_args()
     for name in ("runs", "jobs"):
         if getattr(given, name) < 1:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from chameleon_ft.config import Parallel, RunConfig
-from chameleon_ft.job import Job
-from chameleon_ft.models.optimizer import undivided_optimizer
+from chameleon_ft.job import Job, ModelParameters
+from chameleon_ft.models.optimizer import state_bytes, undivided_optimizer
 from chameleon_ft.optim import adamw, combined
 from chameleon_ft.worker.inspection import inspect_job
 
@@ -36,7 +38,7 @@ class Mine(torch.optim.AdamW):
     """It might do anything."""
 
 
-def job(optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer], elementwise: bool | None = None) -> Job:
+def job(optimizer: Callable[[Any], torch.optim.Optimizer], elementwise: bool | None = None) -> Job:
     data = [(torch.zeros(4), torch.zeros(4))]
     return Job(
         layers=[partial(nn.Linear, 4, 4, bias=False)],
@@ -65,6 +67,16 @@ def test_only_what_is_known_to_be_elementwise_is_divided(
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer], expected: str
 ) -> None:
     assert undivided_optimizer(job(optimizer)) == expected
+
+
+def test_the_state_of_several_optimizers_is_counted_if_one_cannot_make_an_update_without_values() -> None:
+    def of_both(own: ModelParameters) -> torch.optim.Optimizer:
+        return combined(own, {"0.*": torch.optim.Adafactor, "*": partial(torch.optim.SGD, lr=0.1, momentum=0.9)})
+
+    # Layers of one factory are measured once, so the factories differ.
+    both = replace(job(of_both), layers=[partial(nn.Linear, 4, 4, bias=False) for _ in range(2)])
+    weight, vector, step = 4 * 4 * 4, 4 * 4, 4
+    assert state_bytes(both) == (weight + 2 * vector + step, 2 * weight)
 
 
 def test_the_job_knows_best() -> None:

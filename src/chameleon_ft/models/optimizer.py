@@ -452,7 +452,13 @@ def _state_on_meta(
         for group in optimizer.torch.param_groups:
             # The meta device lacks these kernels; the state is the same without them.
             group.update({name: False for name in ("fused", "foreach") if name in group})
-        optimizer.torch.step()
+        try:
+            optimizer.torch.step()
+        except Exception:  # noqa: BLE001 - of any class
+            # Of several in one, each makes its own state.
+            for each in optimizer.torch.optimizers if isinstance(optimizer.torch, Combined) else ():
+                with contextlib.suppress(Exception):
+                    each.step()
     return list(optimizer.torch.state.values())
 
 
