@@ -15,12 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from chameleon_ft.config import Batch
-from chameleon_ft.job import BoundarySpec, Job
+from chameleon_ft.job import Job
 from chameleon_ft.plan import Placement
 from chameleon_ft.plan.shards import Sharding
 from chameleon_ft.schedule import Operation
 from chameleon_ft.storage.files import FaultLog
 from chameleon_ft.sync import ADDS_TO_GRADIENTS, gradient_segments
+from chameleon_ft.trees import Boundary
 from chameleon_ft.worker.communicators.base import Membership
 from chameleon_ft.worker.context import RankContext
 from chameleon_ft.worker.control_client import Activity
@@ -88,7 +89,7 @@ class Alone:
 
     job: Job
     batch: Batch
-    boundaries: tuple[BoundarySpec, ...]
+    boundaries: tuple[Boundary, ...]
     placement: Placement
     worker: int
     operations: tuple[Operation, ...]

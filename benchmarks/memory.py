@@ -30,13 +30,14 @@ from chameleon_ft.cluster import Cluster, Link, Worker
 from chameleon_ft.config import Batch, Parallel, RunConfig
 from chameleon_ft.cost.memory import program_memory
 from chameleon_ft.cost.snapshots import part_bytes, snapshot_memory
-from chameleon_ft.job import BoundarySpec, Job, load_job
+from chameleon_ft.job import Job, load_job
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, RecomputedLayers, Route, data_pipeline_plan
 from chameleon_ft.plan.shards import Sharding, shard_optimizer
 from chameleon_ft.plan.snapshots import Part, lay_out_snapshot
 from chameleon_ft.recovery import reroute
 from chameleon_ft.schedule import CostModel, best_program, check_program
 from chameleon_ft.session.configuration import prepare_data_of
+from chameleon_ft.trees import Boundary
 from chameleon_ft.worker.inspection import inspect_job
 from chameleon_ft.worker.profiling.layers import ModelOnDevice, ResidentLayers, sized_layer
 from chameleon_ft.worker.snapshots import PackedState
@@ -64,7 +65,7 @@ class Model:
     name: str
     job: Job
     config: RunConfig
-    boundaries: tuple[BoundarySpec, ...]
+    boundaries: tuple[Boundary, ...]
     layers: tuple[LayerCost, ...]
     device: torch.device = _CPU
     owners: int | None = None

@@ -31,7 +31,7 @@ PURE = (
     "search",
     "recovery",
 )
-JOBS = {"keys", "config", "weights", "job", "data", "models", "optim", "side_outputs"}
+JOBS = {"keys", "config", "weights", "job", "data", "models", "optim", "side_outputs", "trees"}
 RECORDS = {"clock", "config", "events", "storage"}
 
 # An impure part and the others that it may import when it runs.
@@ -40,6 +40,7 @@ MAY_IMPORT = {
     "clock": set[str](),
     "optim": {"errors", "job"},
     "side_outputs": {"errors"},
+    "trees": {"errors", "job"},
     "config": {"errors", "registry", "workload"},
     "weights": {"errors"},
     "job": {"errors", "job_arguments", "keys", "config", "weights"},
@@ -58,6 +59,7 @@ MAY_IMPORT = {
         "data",
         "optim",
         "side_outputs",
+        "trees",
         "cost",
         "storage",
     },
@@ -70,7 +72,7 @@ MAY_IMPORT = {
     "launch": {*PURE, *RECORDS, "protocol", "report", "host", "coordinator", "worker"},
     "session": {
         *PURE,
-        *JOBS - {"keys", "optim", "models", "side_outputs"},
+        *JOBS - {"keys", "optim", "models", "side_outputs", "trees"},
         *RECORDS,
         "protocol",
         "report",

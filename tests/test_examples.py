@@ -48,7 +48,7 @@ def test_it_classifies_unseen_samples_after_short_training() -> None:
 def test_it_has_layers_enough_for_several_stages() -> None:
     job = load_example()
 
-    assert [spec.shape for spec in boundary_specs(job, 2)][:2] == [(2, 8, 12, 12)] * 2
+    assert [spec.leaves[0].shape for spec in boundary_specs(job, 2)][:2] == [(2, 8, 12, 12)] * 2
     assert job.num_layers >= 6
 
 

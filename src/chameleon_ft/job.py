@@ -113,11 +113,15 @@ def sample_count(targets: Any) -> int:
 class BoundarySpec:
     """The output tensor of a layer for one micro-batch: its shape, micro-batch dimension included, and element type.
 
-    The gradient that comes back has the same shape and type.
+    The gradient that comes back has the same shape and type. Of a layer that returns a tree of tensors, this is a leaf.
+
+    Attributes:
+        requires_grad: whether the tensor has a gradient; None: if it is floating-point or complex.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    requires_grad: bool | None = None
 
     def __post_init__(self) -> None:
         if any(size < 1 for size in self.shape):
@@ -131,16 +135,46 @@ class BoundarySpec:
     def num_bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def require(self, tensor: torch.Tensor, *, layer: int, gradient: bool = False) -> None:
+    @property
+    def has_gradient(self) -> bool:
+        """Whether the tensor has a gradient."""
+        known, dtype = self.requires_grad, self.dtype
+        return dtype.is_floating_point or dtype.is_complex if known is None else known
+
+    @property
+    def leaves(self) -> tuple[Self]:
+        """The tensors of the output."""
+        return (self,)
+
+    @property
+    def returned(self) -> tuple[int, ...]:
+        """The numbers of the leaves whose gradients come back."""
+        return (0,)
+
+    @property
+    def text(self) -> str:
+        """The type and the shape in words."""
+        return _described(self.dtype, self.shape)
+
+    def flatten(self, output: Any, *, layer: int) -> list[torch.Tensor]:
+        """Return the leaves of the output of a layer. Raises ConfigError if it is not what is expected."""
+        self.require(output, layer=layer)
+        return [output]
+
+    def unflatten(self, leaves: Sequence[Any]) -> Any:
+        """Return the output with these leaves."""
+        return leaves[0]
+
+    def require(self, tensor: Any, *, layer: int, gradient: bool = False) -> None:
         """Raise ConfigError if `tensor` is not what is expected of the output of `layer`, or of its gradient."""
-        if tensor.dtype == self.dtype and tensor.shape == self.shape:
+        if getattr(tensor, "dtype", None) == self.dtype and tensor.shape == self.shape:
             return
         name = f"the gradient of the output of layer {layer}" if gradient else f"the output of layer {layer}"
+        found = _described(tensor.dtype, tensor.shape) if hasattr(tensor, "dtype") else f"a {type(tensor).__name__}"
         raise ConfigError(
-            f"{name} is {_described(tensor.dtype, tensor.shape)}, but {_described(self.dtype, self.shape)} is "
-            "expected, by the job's `boundaries` or by a run of one micro-batch before training. A layer must return "
-            "one shape and type for every micro-batch: at its end cast the result, for example by "
-            f"`.to({self.dtype})`, or pad it; or state in `boundaries` what it returns"
+            f"{name} is {found}, but {self.text} is expected, by the job's `boundaries` or by a run of one micro-batch "
+            "before training. A layer must return one shape and type for every micro-batch: at its end cast the "
+            f"result, for example by `.to({self.dtype})`, or pad it; or state in `boundaries` what it returns"
         )
 
 
@@ -234,8 +268,8 @@ class Job:
             gives the initial value. The gradients of all copies are added, so they stay equal and are one parameter.
         weights: safetensors files that the initial weights are read from, and the names that they have there and in an
             export. None: all layers are initialised by their factories.
-        boundaries: micro-batch size -> output of each layer, for a model whose layers cannot be run before training.
-            None: found by running one micro-batch through the layers.
+        boundaries: micro-batch size -> output of each layer, for a model whose layers cannot be run before training: a
+            `BoundarySpec`, or a tree of them. None: found by running one micro-batch through the layers.
         fields: the fields of a micro-batch that each layer's forward gets by keyword, whatever the worker; those of
             layer 0 begin with the one that is its first argument. None: found before a run, by the names of the
             arguments of each forward.

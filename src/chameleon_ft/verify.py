@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.utils._pytree import tree_map
 
 from chameleon_ft.config import DEVICES, RunConfig
 from chameleon_ft.data.samples import SamplesInOrder
@@ -37,6 +36,7 @@ from chameleon_ft.side_outputs import SideOutputs, collecting, run_after_step, s
 from chameleon_ft.storage.checkpoints import is_complete, layer_part, read_mark, slice_part, sound_checkpoint
 from chameleon_ft.storage.files import RunDirectory
 from chameleon_ft.storage.stores import Storage, checkpoint_storage
+from chameleon_ft.trees import mapped
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _SLICE = re.compile(r"(?P<name>.*)\[(?P<first>\d+):\d+\]")
@@ -455,15 +455,15 @@ class PlainLoop:
             inputs, whole = self._samples.micro_batch(start, batch.micro_batch_size)
             left_out = self._samples.left_out_of(start, batch.micro_batch_size)
             counted = [row for row in range(batch.micro_batch_size) if row not in left_out]
-            targets = tree_map(lambda tensor: tensor[counted], whole) if left_out else whole  # noqa: B023 - now
+            targets = mapped(lambda tensor: tensor[counted], whole) if left_out else whole  # noqa: B023 - now
             own_terms = float(self._job.loss_terms(targets))
             output, sides = self._forward(inputs, whole, step, micro_batch)
             if left_out:
                 output = output[counted]
             loss = auxiliary = sum((side.loss(own_terms) for side in sides), torch.zeros((), device=self._device))
             if own_terms:
-                if self._job.precision.is_lower and output.dtype in _FLOATS:
-                    output = output.float()
+                if self._job.precision.is_lower:
+                    output = _cast_to(torch.float32, output)
                 loss = self._job.loss(output, self._on_device(targets)) + auxiliary
                 samples += len(counted)
             if loss.requires_grad:
@@ -514,9 +514,7 @@ class PlainLoop:
         for group, own in zip(self._optimizer.param_groups, options, strict=True):
             group.update(own)
 
-    def _forward(
-        self, inputs: Any, targets: Any, step: int, micro_batch: int
-    ) -> tuple[torch.Tensor, list[SideOutputs]]:
+    def _forward(self, inputs: Any, targets: Any, step: int, micro_batch: int) -> tuple[Any, list[SideOutputs]]:
         """(micro-batch, ...) -> output of the last layer for it, and what each layer gives beside its output."""
         hidden, sides = self._on_device(inputs), list[SideOutputs]()
         fields = {**hidden, "labels": self._on_device(targets)} if isinstance(hidden, dict) else {}
@@ -542,7 +540,7 @@ class PlainLoop:
         return [first if first in fields else "input_ids" if "input_ids" in only else only[0], *named]
 
     def _on_device(self, tree: Any) -> Any:
-        return tree_map(lambda tensor: tensor.to(self._device), tree)
+        return mapped(lambda tensor: tensor.to(self._device), tree)
 
     def _cast(self, layer: nn.Module) -> None:
         """Have a layer compute in bfloat16, but for the modules that the job keeps, with masters of its parameters."""
@@ -614,9 +612,7 @@ def _cast_fields(_: nn.Module, args: Any, kwargs: Any) -> Any:
 
 
 def _cast_to(dtype: torch.dtype, value: Any) -> Any:
-    return tree_map(
-        lambda each: each.to(dtype) if isinstance(each, torch.Tensor) and each.dtype in _FLOATS else each, value
-    )
+    return mapped(lambda tensor: tensor.to(dtype) if tensor.dtype in _FLOATS else tensor, value)
 
 
 def stored_weights(checkpoints: Storage, step: int, average: str = "") -> dict[str, torch.Tensor]:

@@ -19,7 +19,7 @@ from chameleon_ft.protocol.address import (
     websocket_url,
 )
 from chameleon_ft.protocol.job_info import OperationRate
-from chameleon_ft.protocol.parts import BoundaryMessage
+from chameleon_ft.protocol.parts import BoundaryMessage, LeafMessage
 from tests.coordinator.stage import JOB
 from tests.golden import refused
 
@@ -40,8 +40,12 @@ def test_a_fingerprint_tells_models_apart() -> None:
     assert JOB.fingerprint == dataclasses.replace(JOB, model="another description").fingerprint
     others = [
         dataclasses.replace(JOB, param_bytes=(256, 256, 256, 260)),
-        dataclasses.replace(JOB, boundaries=(BoundaryMessage(shape=(2, 8), dtype="float64"), *JOB.boundaries[1:])),
-        dataclasses.replace(JOB, boundaries=(BoundaryMessage(shape=(8, 2), dtype="float32"), *JOB.boundaries[1:])),
+        dataclasses.replace(
+            JOB, boundaries=(BoundaryMessage(leaves=(LeafMessage(shape=(2, 8), dtype="float64"),)), *JOB.boundaries[1:])
+        ),
+        dataclasses.replace(
+            JOB, boundaries=(BoundaryMessage(leaves=(LeafMessage(shape=(8, 2), dtype="float32"),)), *JOB.boundaries[1:])
+        ),
     ]
     assert len({JOB.fingerprint, *(other.fingerprint for other in others)}) == 4
 

@@ -106,7 +106,7 @@ def to_longest(samples: list[Any]) -> Any:
 
 def test_a_job_is_examined_with_its_collated_samples() -> None:
     job = job_of(lambda samples: [torch.nn.functional.pad(each, (0, 5))[:, :5] for each in to_longest(samples)])
-    assert [spec.shape for spec in boundary_specs(job, 2)] == [(2, 5, 4), (2, 5, 7)]
+    assert [spec.leaves[0].shape for spec in boundary_specs(job, 2)] == [(2, 5, 4), (2, 5, 7)]
     reads = SampleReads(job, 0)
     assert len(reads.facts) > 4
     reads.check()

@@ -34,7 +34,7 @@ def test_boundaries_are_those_of_real_runs_for_layers_that_share_a_factory() -> 
 
     job = make_job([Halve, Halve, lambda: nn.Flatten(), lambda: nn.Linear(2, 5)], Zeros(1, 8))
 
-    assert [spec.shape for spec in boundary_specs(job, 6)] == [(6, 1, 4), (6, 1, 2), (6, 2), (6, 5)]
+    assert [spec.leaves[0].shape for spec in boundary_specs(job, 6)] == [(6, 1, 4), (6, 1, 2), (6, 2), (6, 5)]
 
 
 def test_forward_may_create_a_tensor() -> None:
@@ -93,7 +93,7 @@ def test_the_type_of_one_layer_is_the_input_of_the_next() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x + 1
 
-    types = [spec.dtype for spec in boundary_specs(make_job([Same, Autocasting, Same, Same], Zeros(4)), 2)]
+    types = [spec.leaves[0].dtype for spec in boundary_specs(make_job([Same, Autocasting, Same, Same], Zeros(4)), 2)]
     assert types == [torch.float32, torch.bfloat16, torch.bfloat16, torch.bfloat16]
 
 
@@ -126,9 +126,13 @@ def test_layers_that_do_not_fit_together_are_named() -> None:
         boundary_specs(job, 2)
 
 
-def test_a_layer_that_returns_several_tensors_is_refused() -> None:
+def test_a_layer_that_returns_no_tree_of_tensors_is_refused() -> None:
+    class Labelled(nn.Identity):
+        def forward(self, x: Tensor) -> Any:
+            return {"x": x, "kind": "text"}
+
     with refused(ConfigError):
-        boundary_specs(make_job([lambda: nn.LSTM(4, 4)], Zeros(3, 4)), 2)
+        boundary_specs(make_job([Labelled], Zeros(3, 4)), 2)
 
 
 class Running(nn.Module):

@@ -62,7 +62,7 @@ def gradients(layer: nn.Module, *, selective: bool, split: bool = False) -> list
     layer.zero_grad()
     incoming = torch.ones_like(output)
     if split:
-        found, weight_half = input_gradient([(output, incoming)], x, parameters)
+        (found,), weight_half = input_gradient([(output, incoming)], [x], parameters)
         weight_half()
     else:
         output.backward(incoming)

@@ -238,18 +238,18 @@ def origins(look: Callable[[Repetition], None]) -> list[tuple[int, int, int, str
 
 
 def test_only_the_first_operation_with_values_that_are_not_finite_is_named() -> None:
-    good, bad, layers = torch.ones(2), torch.tensor([1.0, math.nan]), LayerRange(2, 4)
+    good, bad, layers = [torch.ones(2)], [torch.tensor([1.0, math.nan])], LayerRange(2, 4)
     assert not origins(lambda each: each.forward(0, layers, data=[], received=bad, result=bad))
     assert origins(lambda each: each.forward(0, layers, data=[], received=good, result=bad)) == [(0, 2, 4, "forward")]
-    assert origins(lambda each: each.forward(1, layers, data=[bad], received=None, result=bad)) == [(1, 2, 4, "data")]
+    assert origins(lambda each: each.forward(1, layers, data=bad, received=[], result=bad)) == [(1, 2, 4, "data")]
 
     def after_a_bad_forward(each: Repetition) -> None:
         each.forward(0, layers, data=[], received=bad, result=bad)
-        each.backward(0, layers, received=None, result=bad, gradients={2: [bad]})
+        each.backward(0, layers, received=[], result=bad, gradients={2: bad})
 
     def two_backwards(each: Repetition) -> None:
-        each.backward(0, layers, received=good, result=good, gradients={2: [good], 3: [bad]})
-        each.backward(1, layers, received=good, result=good, gradients={2: [good], 3: [bad]})
+        each.backward(0, layers, received=good, result=good, gradients={2: good, 3: bad})
+        each.backward(1, layers, received=good, result=good, gradients={2: good, 3: bad})
 
     assert not origins(after_a_bad_forward)
     assert origins(two_backwards) == [(0, 2, 4, "backward")]

@@ -84,7 +84,7 @@ def test_what_the_meta_device_shows_does_not_count(tmp_path: Path) -> None:
     forward = "return self.inner(x.float()).to(torch.float32 if x.is_meta else torch.float16)"
     job = inspect_job(config_of(tmp_path, forward=forward))
 
-    assert {boundary.dtype for boundary in job.boundaries} == {"float16"}
+    assert {leaf.dtype for boundary in job.boundaries for leaf in boundary.leaves} == {"float16"}
     assert job.boundary_bytes == (2 * 4 * 2,) * 3
 
 
@@ -135,7 +135,7 @@ def test_what_does_not_fit_the_buffer_of_its_receiver_is_not_sent() -> None:
     plan = Plan(Placement(LAYERS, {0: (low,), 1: (high,)}), (route,))
     worker, board = Worker(0, toy_job(LAYERS), plan, gradient_segments(plan.placement)), Switchboard()
     executor = worker.executor(Line(0, board))
-    doubles = [BoundarySpec(each.shape, torch.float64) for each in executor.rank.boundaries]
+    doubles = [BoundarySpec(each.leaves[0].shape, torch.float64) for each in executor.rank.boundaries]
     with refused(ConfigError):
         replace(executor, rank=replace(executor.rank, boundaries=doubles)).run(
             worker.state, [Operation.of(OperationKind.FORWARD, route, 0)], after=lambda _: None

@@ -226,7 +226,7 @@ def test_padding_at_the_beginning_needs_a_layer_with_the_mask() -> None:
 
 def test_a_job_with_fields_is_examined() -> None:
     specs = boundary_specs(job(), 2)
-    assert [spec.shape for spec in specs] == [(2, LENGTH, WIDTH)] * 5 + [(2, LENGTH, IDS)]
+    assert [spec.leaves[0].shape for spec in specs] == [(2, LENGTH, WIDTH)] * 5 + [(2, LENGTH, IDS)]
     assert boundary_specs(job(), 2, device=torch.device("meta")) == specs
     check_loss(job(), specs[-1], 2, device=CPU)
     check_evaluation(job(), specs[-1], 2, device=CPU)

@@ -94,7 +94,7 @@ def _whole(held: HeldLayers) -> None:
 def _in_halves(held: HeldLayers) -> None:
     boundary = torch.ones(1, WIDTH, requires_grad=True)
     output = held.forward(LayerRange(0, 2), boundary, step=0, micro_batch=0)
-    _, weights = input_gradient([(output.sum(), None)], boundary, held.parameters(LayerRange(0, 2)))
+    _, weights = input_gradient([(output.sum(), None)], [boundary], held.parameters(LayerRange(0, 2)))
     weights()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +29,7 @@ def _one_computes_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The threads share torch's random numbers, of which every forward sets the key."""
     compute, lock = executor._StepExecution._compute, threading.Lock()
 
-    def alone(self: Any, *arguments: Any) -> Tensor | None:
+    def alone(self: Any, *arguments: Any) -> Sequence[Tensor] | None:
         with lock:
             return compute(self, *arguments)
 
@@ -54,7 +55,7 @@ def test_an_activation_is_held_if_its_gradient_is_sent_again_before_it_is_used()
         with pytest.raises(CommunicationError):
             own.run(worker.state, [forward, backward], after=stop_after_one)
         worker.state.in_flight.clear()
-        board.messages[1, 0, 2 * 2 + 1].put(torch.ones(own.rank.boundaries[1].shape))
+        board.messages[1, 0, 2 * 2 + 1].put(torch.ones(own.rank.boundaries[1].leaves[0].shape))
         own.resume(
             worker.state,
             [backward],

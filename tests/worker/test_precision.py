@@ -259,7 +259,7 @@ def test_the_sizes_are_those_of_the_tensors() -> None:
 
 def test_messages_and_activations_are_in_bfloat16() -> None:
     job = bf16_job()
-    assert [spec.dtype for spec in boundary_specs(job, 2)] == [torch.bfloat16] * 4
+    assert [spec.leaves[0].dtype for spec in boundary_specs(job, 2)] == [torch.bfloat16] * 4
     assert boundary_specs(job, 2, device=torch.device("meta")) == boundary_specs(job, 2)
     full = dataclasses.replace(job, precision=Precision(), loss=loss)
     assert [spec.num_bytes for spec in boundary_specs(full, 2)] == [
@@ -342,7 +342,7 @@ def test_all_gradients_of_a_micro_batch_have_the_bits_of_bfloat16_and_sums_of_th
         x = torch.randn(2, TIME, WIDTH, dtype=torch.bfloat16).requires_grad_()
         output = layer(x)
         if split:
-            input_gradient([(output, torch.ones_like(output))], x, parameters)[1]()
+            input_gradient([(output, torch.ones_like(output))], [x], parameters)[1]()
         else:
             output.backward(torch.ones_like(output))
         gradients = [each.grad for each in parameters if each.grad is not None]

@@ -157,7 +157,7 @@ def runs_of_each_layer(job: Job, plan: Plan, monkeypatch: pytest.MonkeyPatch) ->
     counts = [0] * job.num_layers
     forward = HeldLayers.forward
 
-    def counted(self: HeldLayers, layers: LayerRange, boundary: Tensor, **others: Any) -> Tensor:
+    def counted(self: HeldLayers, layers: LayerRange, boundary: Tensor, **others: Any) -> Any:
         for layer in layers:
             counts[layer] += 1
         return forward(self, layers, boundary, **others)

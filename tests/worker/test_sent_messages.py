@@ -93,7 +93,7 @@ def test_an_activation_is_held_until_its_gradient_is_there_however_many_there_ar
     messages = sending(network := Network(), state := StepState(0))
     tensors = [torch.zeros(2) for _ in range(20)]
     for number, tensor in enumerate(tensors):
-        messages.send(activation(number), tensor, receiver=2)
+        messages.send(activation(number), [tensor], receiver=2)
     alive = [weakref.ref(tensor) for tensor in tensors]
     del tensors, tensor
 
@@ -110,7 +110,7 @@ def test_an_activation_is_held_until_its_gradient_is_there_however_many_there_ar
 def test_an_unanswered_message_is_held_until_it_has_certainly_been_used(forward: bool) -> None:
     messages = sending(network := Network(), state := StepState(0))
     for number in range(9):
-        messages.send((forward, 100 + number, 1), torch.zeros(2), receiver=1)
+        messages.send((forward, 100 + number, 1), [torch.zeros(2)], receiver=1)
         tags = [tag_of(forward, 100 + earlier) for earlier in range(number + 1 - IN_FLIGHT)]
         assert network.waited == [(1, tag) for tag in tags]
         held = [micro_batch - 100 for _, micro_batch, _ in state.results]
@@ -120,11 +120,11 @@ def test_an_unanswered_message_is_held_until_it_has_certainly_been_used(forward:
 def test_gradients_to_different_workers_do_not_wait_for_each_other() -> None:
     messages = sending(network := Network(), state := StepState(0))
     for number in range(IN_FLIGHT):
-        messages.send(gradient(number), torch.zeros(2), receiver=1)
-        messages.send(gradient(10 + number), torch.zeros(2), receiver=3)
+        messages.send(gradient(number), [torch.zeros(2)], receiver=1)
+        messages.send(gradient(10 + number), [torch.zeros(2)], receiver=3)
     assert network.waited == []
 
-    messages.send(gradient(IN_FLIGHT), torch.zeros(2), receiver=1)
+    messages.send(gradient(IN_FLIGHT), [torch.zeros(2)], receiver=1)
 
     assert network.waited == [(1, tag_of(False, 0))]
     assert len(state.results) == 2 * IN_FLIGHT + 1
@@ -133,11 +133,11 @@ def test_gradients_to_different_workers_do_not_wait_for_each_other() -> None:
 def test_a_gradient_that_could_not_be_sent_is_held_with_those_before_it() -> None:
     messages = sending(network := Network(), state := StepState(0))
     for number in range(KEPT):
-        messages.send(gradient(number), torch.zeros(2), receiver=1)
+        messages.send(gradient(number), [torch.zeros(2)], receiver=1)
     network.gone.add(1)
 
     with pytest.raises(CommunicationError, match="worker 1 failed: it is gone"):
-        messages.send(gradient(KEPT), torch.zeros(2), receiver=1)
+        messages.send(gradient(KEPT), [torch.zeros(2)], receiver=1)
 
     assert list(state.results) == [gradient(number) for number in range(KEPT + 1)]
     assert len(network.sent) == KEPT
@@ -157,7 +157,7 @@ def test_a_waiting_worker_names_its_peer() -> None:
 
     messages = sending(Watched(), activity=activity)
     for number in range(IN_FLIGHT + 1):
-        messages.send(gradient(4 + number), torch.zeros(2), receiver=1)
+        messages.send(gradient(4 + number), [torch.zeros(2)], receiver=1)
 
     (position,) = seen
     assert position.doing == "worker 1 to take the gradient of micro-batch 4"
@@ -167,10 +167,10 @@ def test_a_waiting_worker_names_its_peer() -> None:
 def test_nothing_waits_for_what_is_sent_again_and_it_is_held() -> None:
     """Its receiver may take it after everything that is sent later."""
     messages = sending(network := Network(), state := StepState(0))
-    state.results[gradient(19)] = torch.zeros(2)
+    state.results[gradient(19)] = [torch.zeros(2)]
     messages.send_again(gradient(19), receiver=1)
     for number in range(12):
-        messages.send(gradient(number), torch.zeros(2), receiver=1)
+        messages.send(gradient(number), [torch.zeros(2)], receiver=1)
     assert (1, tag_of(False, 19)) in network.sent
     assert (1, tag_of(False, 19)) not in network.waited
     assert len(network.waited) == 12 - IN_FLIGHT

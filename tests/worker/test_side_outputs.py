@@ -44,7 +44,7 @@ def _one_computes_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The threads share torch's random numbers, of which every forward sets the key."""
     compute, lock = executor._StepExecution._compute, threading.Lock()
 
-    def alone(self: Any, *arguments: Any) -> Tensor | None:
+    def alone(self: Any, *arguments: Any) -> Sequence[Tensor] | None:
         with lock:
             return compute(self, *arguments)
 

@@ -89,7 +89,7 @@ def test_both_halves_are_the_backward(name: str, first: bool) -> None:
     expected = [None if p.grad is None else p.grad.clone() for p in parameters]
     stage.zero_grad()
 
-    passed_back, pending = input_gradient([(output, gradient)], boundary, parameters)
+    (passed_back,), pending = input_gradient([(output, gradient)], [boundary], parameters)
     assert all(p.grad is None for p in parameters), "the weights come later"
     pending()
 
@@ -109,7 +109,7 @@ def test_the_weight_half_accumulates_gradients(name: str) -> None:
     pending = []
     for boundary in boundaries:
         boundary.requires_grad_()
-        pending.append(input_gradient([(stage(boundary).sum(), None)], boundary, list(stage.parameters()))[1])
+        pending.append(input_gradient([(stage(boundary).sum(), None)], [boundary], list(stage.parameters()))[1])
     for half in reversed(pending):
         half()
     assert all(p.grad is b for p, b in zip(stage.parameters(), buffers, strict=True)), "accumulated in place"
@@ -168,7 +168,7 @@ def test_a_function_of_python_runs_once(run: Callable[[Tensor, nn.Linear, Tensor
     first = torch.autograd.grad(stage(boundary).sum(), [boundary, *parameters], allow_unused=True)
     number = _CountedProduct.backwards
 
-    passed_back, weights = input_gradient([(stage(boundary).sum(), None)], boundary, parameters)
+    (passed_back,), weights = input_gradient([(stage(boundary).sum(), None)], [boundary], parameters)
     weights()
 
     assert _CountedProduct.backwards == 2 * number
@@ -198,7 +198,7 @@ def test_a_sum_of_gradients_shares_no_memory_with_what_is_passed_back() -> None:
     for _ in range(2):
         boundary = torch.randn(3, 4, requires_grad=True)
         output = linear(_sum(boundary, value))
-        gradient, weights = input_gradient([(output, torch.randn(3, 4))], boundary, [value, *linear.parameters()])
+        (gradient,), weights = input_gradient([(output, torch.randn(3, 4))], [boundary], [value, *linear.parameters()])
         assert gradient is not None
         passed_back.append(gradient)
         halves.append(weights)

@@ -10,12 +10,12 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from chameleon_ft.data.order import EvaluationOrder, read_sample
 from chameleon_ft.data.samples import SamplesInOrder, collated, fields_of, is_pair, load_micro_batch
@@ -35,9 +35,20 @@ from chameleon_ft.models.build import (
     seed_forward,
 )
 from chameleon_ft.models.fields import require_padding_at_end, with_fields
-from chameleon_ft.models.precision import cast_layer, kept_by_name, looks_sensitive, loss_of, terms_of
+from chameleon_ft.models.precision import as_loss_input, cast_layer, kept_by_name, looks_sensitive, loss_of, terms_of
 from chameleon_ft.models.sample_checks import first_micro_batch
 from chameleon_ft.side_outputs import SideOutputs, collecting, run_after_step, summed_buffers
+from chameleon_ft.trees import (
+    Boundary,
+    boundary_of,
+    described,
+    flatten,
+    is_differentiable,
+    leaf_spec,
+    leaves_of,
+    mapped,
+    structure_to_json,
+)
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 # Least relative tolerance: some kernels of accelerators sum in any order.
@@ -51,9 +62,9 @@ def boundary_specs(
     device: torch.device = _CPU,
     seed: int = 0,
     hints: list[str] | None = None,
-    ran: Callable[[int, torch.Tensor], object] = lambda layer, output: None,
+    ran: Callable[[int, Any], object] = lambda layer, output: None,
     side: dict[int, tuple[str, ...]] | None = None,
-) -> tuple[BoundarySpec, ...]:
+) -> tuple[Boundary, ...]:
     """Return the output of each layer for a micro-batch of `micro_batch_size` samples, first layer to last.
 
     It is `job.boundaries` if set, with bfloat16 for float32 under bf16, and otherwise found by running one micro-batch
@@ -68,48 +79,53 @@ def boundary_specs(
 
     Raises:
         ConfigError: the dataset does not hold pairs of tensors of one shape; or the named layer cannot be built or run,
-            does not return one tensor, or depends on more than its input, its parameters and torch's generator.
+            does not return a tree of tensors, or depends on more than its input, its parameters and torch's generator.
     """
     read = first_micro_batch(job, micro_batch_size, seed)
     job = with_fields(job, *read)
-    given = fields_of(*read)
-    require_padding_at_end(job, given)
+    all_fields = fields_of(*read)
+    require_padding_at_end(job, all_fields)
     if job.boundaries is not None:
         stated = tuple(job.boundaries(micro_batch_size))
-        if not all(isinstance(each, BoundarySpec) for each in stated):
+        if not all(isinstance(leaf, BoundarySpec) for each in stated for leaf in flatten(each)[0]):
             raise ConfigError("`boundaries` returns a list of BoundarySpec, one for the output of each layer")
         if len(stated) != job.num_layers:
             raise ConfigError(f"`boundaries` gives {len(stated)} shapes for {job.num_layers} layers: give one for each")
         cast = {torch.float32: torch.bfloat16} if job.precision.is_lower else {}
-        return tuple(BoundarySpec(spec.shape, cast.get(spec.dtype, spec.dtype)) for spec in stated)
-    fields = {name: given[name].to(device) for name in {name for names in job.fields or () for name in names}}
-    boundary = fields[job.fields[0][0]] if job.fields else read[0].to(device)
-    specs: list[BoundarySpec] = []
+        return tuple(
+            boundary_of(each, lambda leaf: replace(leaf, dtype=cast.get(leaf.dtype, leaf.dtype))) for each in stated
+        )
+    fields = {name: all_fields[name].to(device) for name in {name for names in job.fields or () for name in names}}
+    boundary = fields[job.fields[0][0]] if job.fields else mapped(lambda tensor: tensor.to(device), read[0])
+    before = boundary_of(boundary, leaf_spec)
+    specs: list[Boundary] = []
     # The blocks of a model mostly share one factory.
-    outputs: dict[tuple[int, BoundarySpec, tuple[str, ...], bool], tuple[torch.Tensor, tuple[str, ...]]] = {}
+    outputs: dict[tuple[int, Boundary, tuple[str, ...], bool], tuple[Any, Boundary, tuple[str, ...]]] = {}
     for layer, factory in enumerate(job.layers):
         keywords = {name: fields[name] for name in job.keywords(layer)}
-        key = (id(factory), BoundarySpec.of(boundary), tuple(keywords), layer == 0)
+        key = (id(factory), before, tuple(keywords), layer == 0)
         if key not in outputs:
-            outputs[key] = _output(
-                job, layer, boundary, keywords=keywords, seed=seed, hints=[] if hints is None else hints
-            )
+            own = zip(leaves_of(boundary), before.leaves, strict=True)
+            given = [leaf.detach().requires_grad_(layer > 0 and spec.has_gradient) for leaf, spec in own]
+            noted = [] if hints is None else hints
+            outputs[key] = _output(job, layer, before.unflatten(given), keywords=keywords, seed=seed, hints=noted)
             ran(layer, outputs[key][0])
-        boundary, names = outputs[key]
+        boundary, before, names = outputs[key]
         if side is not None:
             side[layer] = names
-        specs.append(BoundarySpec.of(boundary))
+        specs.append(before)
     return tuple(specs)
 
 
 def _output(
-    job: Job, layer: int, boundary: torch.Tensor, *, keywords: Mapping[str, Tensor], seed: int, hints: list[str]
-) -> tuple[torch.Tensor, tuple[str, ...]]:
+    job: Job, layer: int, boundary: Any, *, keywords: Mapping[str, Tensor], seed: int, hints: list[str]
+) -> tuple[Any, Boundary, tuple[str, ...]]:
     """Build a layer, and run it with gradients, as a worker does.
 
-    Return its output without its graph, and the names of what it gives beside it.
+    Return its output without its graph, as what it is expected from now on, and the names of what it gives beside it.
     """
-    device = boundary.device
+    leaves = leaves_of(boundary)
+    device = leaves[0].device
     module = build_on_meta(job, layer) if device == _META else _build_alike(job, layer, seed).to(device).train()
     name, buffers = f"layer {layer} ({type(module).__name__})", dict(module.named_buffers())
     cast_layer(module, job.precision, is_first=layer == 0)
@@ -122,10 +138,8 @@ def _output(
     hints += _hints_of_rounded(module, hints) if job.precision.is_lower else []
     if kept := sorted(kept_by_name(module, job.precision)):
         name += f" with {kept[0]!r} in float32 by fp32_modules"
-    if layer:
-        boundary = boundary.requires_grad_(boundary.is_floating_point() or boundary.is_complex())
     # The clone is no leaf, so that a layer which changes it in place runs, and is refused.
-    given, boundary = boundary, boundary.clone()
+    given, boundary = boundary, mapped(torch.clone, boundary)
     state, beside = marks_of_state(module), digests_beside_state(module)
     versions = [each._version for each in keywords.values()]
     run = partial(_run, module, name=name, layer=layer, seed=seed, keywords=keywords)
@@ -139,7 +153,7 @@ def _output(
             f"{name} draws numbers from `{used}` in its forward, which differ between workers; draw them from torch, "
             "whose generator is seeded before each run of a layer"
         )
-    if boundary._version or versions != [each._version for each in keywords.values()]:
+    if any(each._version for each in leaves_of(boundary)) or versions != [each._version for each in keywords.values()]:
         raise ConfigError(
             f"{name} changes its input in place, which torch refuses on a worker whose layers begin there, and which a "
             "layer that is run again would find changed; return a new tensor, for example by inplace=False or x = x + y"
@@ -150,19 +164,22 @@ def _output(
             "that holds it; compute it from the input and the parameters each time, or if it is a sum over the step, "
             "name it in step_sums, and use the sum in after_step"
         )
-    if not isinstance(output, torch.Tensor):
+    made, structure = flatten(output)
+    if not made or not all(isinstance(each, torch.Tensor) for each in made):
         raise ConfigError(
-            f"{name} returned {type(output).__name__}: a layer returns one tensor; pack several into one, or put both "
-            "users of them into the same layer"
+            f"{name} returned {described(output)}: a layer returns a tensor, or a tuple, list, dict or dataclass of "
+            "tensors"
         )
+    structure_to_json(structure, name=name)
+    spec = boundary_of(output, leaf_spec)
     _require_gradients(job, layer, module, given, _roots(output, side), run, keywords)
-    output = output.detach()
+    output = mapped(torch.Tensor.detach, output)
     if found := changed(beside, after := digests_beside_state(module)):
         # A cache, or what is left of one input, is the same after the same input; a count or a mean is not.
         with contextlib.suppress(ConfigError):
-            run(2 * boundary.flip(0) + 1 if boundary.is_floating_point() else boundary.flip(0))
+            run(mapped(_others, boundary))
         again, _ = run(boundary)
-        if output.is_meta or _is_close(output, again):
+        if device == _META or all(map(_is_close, leaves_of(output), leaves_of(again))):
             found = changed(after, digests_beside_state(module))
         if found:
             raise ConfigError(
@@ -170,7 +187,7 @@ def _output(
                 "output may depend on it; let it depend on nothing but its input, its parameters and torch's generator"
             )
     _check_step_sums(module, side, name=name)
-    return output, side.names
+    return output, spec, side.names
 
 
 def _hints_of_rounded(module: nn.Module, known: Collection[str]) -> list[str]:
@@ -185,9 +202,9 @@ def _hints_of_rounded(module: nn.Module, known: Collection[str]) -> list[str]:
     return [hint] if rounded and hint not in known else []
 
 
-def _roots(output: torch.Tensor, side: SideOutputs) -> list[torch.Tensor]:
+def _roots(output: Any, side: SideOutputs) -> list[torch.Tensor]:
     """Return the tensors at which the backward of a layer begins: its output and its auxiliary losses."""
-    return [output, *(value for value, _ in side.losses)]
+    return [*leaves_of(output), *(value for value, _ in side.losses)]
 
 
 def _check_step_sums(module: nn.Module, side: SideOutputs, *, name: str) -> None:
@@ -219,9 +236,9 @@ def _require_gradients(
     job: Job,
     layer: int,
     module: nn.Module,
-    given: torch.Tensor,
+    given: Any,
     roots: Sequence[torch.Tensor],
-    run: Callable[[torch.Tensor], tuple[Any, SideOutputs]],
+    run: Callable[[Any], tuple[Any, SideOutputs]],
     keywords: Mapping[str, Tensor],
 ) -> None:
     """Raise ConfigError if something would not be trained by `roots`, the output and losses, that seems meant to.
@@ -236,14 +253,15 @@ def _require_gradients(
                 f"{name} keeps {key!r}, of which no gradient is computed, because only what the last layer returns is "
                 "part of the loss; return what is to be trained, and keep other values by detach()"
             )
-    if (leaf := untracked_leaf(roots, lambda: _roots(*run(given)), own=[given, *module.parameters()])) is not None:
+    own = [*leaves_of(given), *module.parameters()]
+    if (leaf := untracked_leaf(roots, lambda: _roots(*run(given)), own=own)) is not None:
         raise ConfigError(
             f"{name} computes with a tensor of shape {tuple(leaf.shape)} that requires a gradient and is none of its "
             "parameters, so it would not be trained; register it, as nn.Parameter or by nn.ModuleList, or freeze it by "
             "requires_grad_(False)"
         )
     idle = _without_gradient(module, given, roots, is_first=layer == 0)
-    if idle and not given.is_meta:
+    if idle and not leaves_of(given)[0].is_meta:
         idle &= _without_gradient_on_meta(job, layer, given, keywords)
     if parameters := sorted(idle - job.tied_in(layer) - {""}):
         raise ConfigError(
@@ -258,9 +276,7 @@ def _require_gradients(
         )
 
 
-def _without_gradient(
-    module: nn.Module, given: torch.Tensor, roots: Sequence[torch.Tensor], *, is_first: bool
-) -> set[str]:
+def _without_gradient(module: nn.Module, given: Any, roots: Sequence[torch.Tensor], *, is_first: bool) -> set[str]:
     """Run the backward; return the names of the trained parameters without a gradient, and "" if the input has none."""
     try:
         if differentiable := [each for each in roots if each.requires_grad]:
@@ -268,19 +284,19 @@ def _without_gradient(
                 torch.autograd.backward(differentiable, list(map(torch.zeros_like, differentiable)))
     except Exception:
         # Not all operations can run on the meta device.
-        if given.is_meta:
+        if leaves_of(given)[0].is_meta:
             return set()
         raise
     idle = {name for name, each in module.named_parameters() if each.requires_grad and each.grad is None}
     module.zero_grad()
-    return idle if is_first or given.grad is not None else idle | {""}
+    return idle if is_first or any(each.grad is not None for each in leaves_of(given)) else idle | {""}
 
 
-def _without_gradient_on_meta(job: Job, layer: int, given: torch.Tensor, keywords: Mapping[str, Tensor]) -> set[str]:
+def _without_gradient_on_meta(job: Job, layer: int, given: Any, keywords: Mapping[str, Tensor]) -> set[str]:
     try:
         module = build_on_meta(job, layer)
         cast_layer(module, job.precision, is_first=layer == 0)
-        given = given.detach().to(_META).requires_grad_(given.requires_grad)
+        given = mapped(lambda leaf: leaf.detach().to(_META).requires_grad_(leaf.requires_grad), given)
         on_meta = {name: each.to(_META) for name, each in keywords.items()}
         output, side = _run(module, given, name="", layer=layer, seed=0, keywords=on_meta)
         return _without_gradient(module, given, _roots(output, side), is_first=layer == 0)
@@ -305,19 +321,19 @@ def untracked_leaf(
 ) -> torch.Tensor | None:
     """Return a tensor beside `own` that a backward of `roots` would add a gradient to; `run` computes them again."""
     known = set(map(id, own))
-    strange = {id(leaf): leaf for leaf in leaves_of(roots) if id(leaf) not in known}
+    strange = {id(leaf): leaf for leaf in leaves_of_graph(roots) if id(leaf) not in known}
     # A tensor that is made by `run` is another one in the second run.
-    again = {id(leaf) for leaf in leaves_of(run())} if strange else set()
+    again = {id(leaf) for leaf in leaves_of_graph(run())} if strange else set()
     return next((leaf for key, leaf in strange.items() if key in again), None)
 
 
-def leaves_of(roots: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+def leaves_of_graph(roots: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return [node.variable for node in _graph_of(roots) if hasattr(node, "variable")]
 
 
 def _run(
     module: nn.Module,
-    boundary: torch.Tensor,
+    boundary: Any,
     *,
     name: str,
     layer: int,
@@ -325,7 +341,7 @@ def _run(
     keywords: Mapping[str, Tensor],
 ) -> tuple[Any, SideOutputs]:
     """Run a layer; return its output, and what it gives beside it."""
-    device, buffers = boundary.device, summed_buffers(module)
+    device, buffers = leaves_of(boundary)[0].device, summed_buffers(module)
     try:
         # A tensor that forward creates without naming a device would otherwise not fit an input on the meta device.
         with generator_lock, torch.random.fork_rng(devices=[]), device if device == _META else nullcontext():
@@ -335,8 +351,8 @@ def _run(
             return output, side
     except Exception as error:
         raise ConfigError(
-            f"{name} cannot be run on an input of shape {tuple(boundary.shape)} and {boundary.dtype} on the device "
-            f"{device} ({type(error).__name__}: {error}); check that it takes what the layer before it returns, or set "
+            f"{name} cannot be run on an input of {described(boundary)} on the device {device} "
+            f"({type(error).__name__}: {error}); check that it takes what the layer before it returns, or set "
             "the job's `boundaries`"
         ) from error
 
@@ -399,7 +415,7 @@ def check_separate_parameters(job: Job) -> None:
 
 
 def check_loss(
-    job: Job, output: BoundarySpec, micro_batch_size: int, *, device: torch.device, seed: int = 0
+    job: Job, output: Boundary, micro_batch_size: int, *, device: torch.device, seed: int = 0
 ) -> tuple[Fact, tuple[str, ...]]:
     """Compute the loss of the first micro-batch, of random numbers as the output of the last layer.
 
@@ -411,12 +427,14 @@ def check_loss(
     """
     samples = SamplesInOrder(job.dataset, seed, job.collate, is_tolerant=True)
     _, targets = samples.micro_batch(0, micro_batch_size)
-    targets = tree_map(lambda tensor: tensor.to(device), targets)
+    targets = mapped(lambda tensor: tensor.to(device), targets)
     before = digest((job.loss, job.loss_terms))
     with generator_lock, torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        made = torch.rand(output.shape).to(device=device, dtype=output.dtype)
-        made.requires_grad_(made.is_floating_point() or made.is_complex())
+        made = _made_like(output, device)
+        leaves = [leaf for leaf in leaves_of(made) if is_differentiable(leaf.dtype)]
+        for leaf in leaves:
+            leaf.requires_grad_()
         try:
             loss: Any = loss_of(job, made, targets)
             terms = terms_of(job, targets)
@@ -424,7 +442,7 @@ def check_loss(
             raise
         except Exception as error:
             raise ConfigError(
-                f"the loss of an output of shape {output.shape} and targets {_described(targets)} cannot be computed "
+                f"the loss of an output of {described(made)} and targets of {described(targets)} cannot be computed "
                 f"({type(error).__name__}: {error}); check that `loss` takes the output of the last layer and "
                 "the stacked targets, and `loss_terms` the targets"
             ) from error
@@ -434,20 +452,21 @@ def check_loss(
                 f"`loss` returned {found}: it returns the sum of the loss terms of a micro-batch, a tensor of one "
                 'number; give torch\'s losses reduction="sum"'
             )
-        if (leaf := untracked_leaf([loss], lambda: [loss_of(job, made, targets)], own=[made])) is not None:
+        if (own := untracked_leaf([loss], lambda: [loss_of(job, made, targets)], own=leaves)) is not None:
             raise ConfigError(
-                f"`loss` computes with a parameter of its own, of shape {tuple(leaf.shape)}, which would not be "
+                f"`loss` computes with a parameter of its own, of shape {tuple(own.shape)}, which would not be "
                 "trained; move it into the last layer, or freeze it by requires_grad_(False)"
             )
         if (after := digest((job.loss, job.loss_terms))) != before:
-            for other in (2 * made.detach().flip(0), made):
+            for other in (mapped(lambda leaf: _others(leaf.detach()), made), made):
                 loss_of(job, other, targets), job.loss_terms(targets)
             if digest((job.loss, job.loss_terms)) != after:
                 raise ConfigError(
                     "`loss` or `loss_terms` changes what it keeps, such as a count or a mean, of which each worker "
                     "would have another value; let it depend on nothing but the output and the targets"
                 )
-        if not (loss.requires_grad and torch.autograd.grad(loss, made, allow_unused=True)[0] is not None):
+        gradients = torch.autograd.grad(loss, leaves, allow_unused=True) if loss.requires_grad else ()
+        if all(each is None for each in gradients):
             raise ConfigError(
                 "`loss` returned a number that has no gradient by the output of the last layer, so nothing would be "
                 "trained; compute it from the output, without detach() or no_grad()"
@@ -455,7 +474,7 @@ def check_loss(
         hints: tuple[str, ...] = ()
         # The error may be of any class: the loss takes no other shapes.
         with contextlib.suppress(Exception):
-            hints = _hints(job, made.detach(), targets, float(loss.detach()), terms)
+            hints = _hints(job, mapped(torch.Tensor.detach, made), targets, float(loss.detach()), terms)
     return ["loss and terms", float(loss.detach()), terms], hints
 
 
@@ -489,7 +508,7 @@ def _hints(job: Job, made: Tensor, targets: Tensor, loss: float, terms: float) -
 
 
 def check_evaluation(
-    job: Job, output: BoundarySpec | None, micro_batch_size: int, *, device: torch.device, seed: int = 0
+    job: Job, output: Boundary | None, micro_batch_size: int, *, device: torch.device, seed: int = 0
 ) -> None:
     """Compare the first held-out sample with one of training, and compute the metrics of the first micro-batch.
 
@@ -505,7 +524,7 @@ def check_evaluation(
     if job.collate is not None or not is_pair(trained):
         trained, held_out = (collated([each], job.collate, seed=seed, place=(0, 0)) for each in (trained, held_out))
     for name, *both in zip(("input", "target"), trained, held_out, strict=False):
-        one, other = map(_described, both)
+        one, other = map(described, both)
         if one != other:
             raise ConfigError(
                 f"`evaluation` has the {name} {other}, and `dataset` {one}: give both the same shapes and types, "
@@ -515,21 +534,26 @@ def check_evaluation(
         return
     order = EvaluationOrder(len(job.evaluation), seed)
     targets = load_micro_batch(job.evaluation, order, 0, micro_batch_size, collate=job.collate)[1]
-    targets = tree_map(lambda tensor: tensor.to(device), targets)
+    targets = mapped(lambda tensor: tensor.to(device), targets)
     with generators_kept(device), torch.no_grad():
-        made = torch.rand(output.shape).to(device=device, dtype=output.dtype)
-        made = made.float() if job.precision.is_lower and made.is_floating_point() else made
+        made = as_loss_input(job, _made_like(output, device))
         for name, metric in job.metrics.items():
             try:
                 float(metric(made, targets))
             except Exception as error:
                 raise ConfigError(
-                    f"metrics[{name!r}] of an output of shape {output.shape} and targets {_described(targets)} cannot "
-                    f"be computed ({type(error).__name__}: {error}); let it take the "
-                    "output of the last layer and the stacked targets, and return their sum, a number"
+                    f"metrics[{name!r}] of an output of {described(made)} and targets of {described(targets)} cannot "
+                    f"be computed ({type(error).__name__}: {error}); let it take the output of the last layer and the "
+                    "stacked targets, and return their sum, a number"
                 ) from error
 
 
-def _described(tree: Any) -> str:
-    """Return the shapes and types of the tensors of a tree, as text."""
-    return str(tree_map(lambda tensor: f"{tuple(tensor.shape)} of {tensor.dtype}", tree))
+def _made_like(output: Boundary, device: torch.device) -> Any:
+    """Return random numbers as the output of a layer."""
+    return output.unflatten([torch.rand(leaf.shape).to(device=device, dtype=leaf.dtype) for leaf in output.leaves])
+
+
+def _others(tensor: Tensor) -> Tensor:
+    """Return a tensor of the same shape and type with other values."""
+    flipped = tensor.flip(0) if tensor.ndim else tensor
+    return 2 * flipped + 1 if is_differentiable(tensor.dtype) else flipped

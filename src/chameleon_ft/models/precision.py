@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.job import Job, Precision
+from chameleon_ft.trees import leaves_of, mapped
 
 _SENSITIVE: Final = ("norm", "router", "a_log", "inv_freq")
 
@@ -65,13 +66,19 @@ def parameter_like(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
     return made
 
 
-def loss_of(job: Job, output: Tensor, targets: Tensor) -> Tensor:
+def loss_of(job: Job, output: Any, targets: Any) -> Tensor:
     """Return the job's loss of the last layer's output, which is computed in float32."""
-    is_cast = job.precision.is_lower and output.is_floating_point()
-    return job.loss(output.float() if is_cast else output, targets)
+    return job.loss(as_loss_input(job, output), targets)
 
 
-def loss_and_terms(job: Job, output: Tensor, targets: Tensor) -> tuple[Tensor, float]:
+def as_loss_input(job: Job, output: Any) -> Any:
+    """Return the output of the last layer as the loss and metrics get it: under a lower precision, in float32."""
+    if not job.precision.is_lower:
+        return output
+    return mapped(lambda leaf: leaf.float() if leaf.is_floating_point() else leaf, output)
+
+
+def loss_and_terms(job: Job, output: Any, targets: Any) -> tuple[Tensor, float]:
     """Return the job's loss of the last layer's output, and its terms.
 
     Without terms, the loss and its gradient are zero: the job's own loss is not computed, which may divide by them.
@@ -82,11 +89,13 @@ def loss_and_terms(job: Job, output: Tensor, targets: Tensor) -> tuple[Tensor, f
     terms = terms_of(job, targets)
     if not terms:
         # A sum over nothing is connected to the output.
-        return output.reshape(-1)[:0].sum().abs().float(), 0.0
+        leaves = leaves_of(output)
+        connected = next((leaf for leaf in leaves if leaf.requires_grad), leaves[0])
+        return connected.reshape(-1)[:0].sum().abs().float(), 0.0
     return loss_of(job, output, targets), terms
 
 
-def terms_of(job: Job, targets: Tensor) -> float:
+def terms_of(job: Job, targets: Any) -> float:
     """Return the terms of a micro-batch's loss. Raises ConfigError unless they are a number of 0 or more."""
     returned = job.loss_terms(targets)
     try:
@@ -185,4 +194,5 @@ def _in(dtype: torch.dtype, value: Any) -> Any:
         return type(value)(_in(dtype, each) for each in value)
     if type(value) is dict:
         return {key: _in(dtype, each) for key, each in value.items()}
-    return value
+    # Such as a dataclass of tensors that goes from layer to layer.
+    return mapped(lambda each: _in(dtype, each), value)

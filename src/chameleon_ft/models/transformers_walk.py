@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.models.checks import leaves_of
+from chameleon_ft.models.checks import leaves_of_graph
 from chameleon_ft.models.router_loss import RouterLoss, Sums
 
 # Attributes of a decoder layer that number it, for its place in a cache of keys, which training does not have.
@@ -557,7 +557,7 @@ def _check(model: Any, probes: Sequence[_Probe], others: Mapping[str, nn.Module]
         if before is not None:
             if probe.hidden.shape != before.shape:
                 raise RuntimeError(f"decoder layer {number} returns another shape than it gets")
-            if strange := [leaf for leaf in leaves_of([probe.hidden]) if leaf is not before]:
+            if strange := [leaf for leaf in leaves_of_graph([probe.hidden]) if leaf is not before]:
                 raise ConfigError(
                     f"{name}: decoder layer {number} gets more than the output of the one before it, a tensor of shape "
                     f"{tuple(strange[0].shape)}"
@@ -567,7 +567,7 @@ def _check(model: Any, probes: Sequence[_Probe], others: Mapping[str, nn.Module]
                 raise ConfigError(f"{name}: decoder layer {number} gets {key!r}, which is computed from other layers")
         before = probe.returned
     parameters = {id(each) for module in others.values() for each in module.parameters()}
-    if any(leaf is not before and id(leaf) not in parameters for leaf in leaves_of([logits])):
+    if any(leaf is not before and id(leaf) not in parameters for leaf in leaves_of_graph([logits])):
         raise ConfigError(f"{name}: its head gets more than the output of the last decoder layer")
 
 

@@ -70,10 +70,12 @@ class JobInfo:
 
     def fingerprint_with(self, micro_batch_size: int, *, instead_of: int) -> str:
         """Return the fingerprint of this job with another size of a micro-batch, the first dimension of boundaries."""
-        shapes = [
-            [[*(size * micro_batch_size // instead_of for size in b.shape[:1]), *b.shape[1:]], b.dtype]
-            for b in self.boundaries
+        shapes: list[list[object]] = [
+            [[*(size * micro_batch_size // instead_of for size in leaf.shape[:1]), *leaf.shape[1:]], leaf.dtype]
+            for boundary in self.boundaries
+            for leaf in boundary.leaves
         ]
+        shapes += [[number, b.structure] for number, b in enumerate(self.boundaries) if b.structure]
         tied = [[[each.layers, each.gradient_bytes] for each in self.tied]] if self.tied else []
         sizes = json.dumps([self.param_bytes, shapes, *tied])
         return blake2b(sizes.encode(), digest_size=16).hexdigest()
@@ -83,7 +85,7 @@ class JobInfo:
         return Fingerprint(
             model=self.fingerprint,
             micro_batch_size=config.batch.micro_batch_size,
-            dtype=self.boundaries[0].dtype,
+            dtype=self.boundaries[0].leaves[0].dtype,
             device=self.device,
             threads=config.threads if config.device == "cpu" else 0,
             versions=dict(self.versions),

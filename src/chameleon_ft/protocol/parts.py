@@ -73,8 +73,16 @@ class OperationTimes(MessagePart):
     channels: tuple[ChannelTimes, ...] = ()
 
 
-class BoundaryMessage(MessagePart):
-    """Shape and torch dtype name of a layer's output for one micro-batch."""
+class LeafMessage(MessagePart):
+    """Shape and torch dtype name of a tensor of a layer's output for one micro-batch."""
 
     shape: tuple[int, ...]
     dtype: str
+    requires_grad: bool | None = None  # None: by its type
+
+
+class BoundaryMessage(MessagePart):
+    """A layer's output for one micro-batch: one tensor, or the leaves of a tree of tensors."""
+
+    leaves: tuple[LeafMessage, ...]
+    structure: str = ""  # that of the tree, as JSON; empty of a tensor

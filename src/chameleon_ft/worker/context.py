@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from chameleon_ft.job import BoundarySpec, Job
+from chameleon_ft.job import Job
 from chameleon_ft.schedule import Operation
+from chameleon_ft.trees import Boundary
 from chameleon_ft.worker.control_client import Activity
 from chameleon_ft.worker.fault_injection import FaultInjector
 
@@ -30,7 +31,7 @@ class RankContext:
 
     worker: int
     job: Job
-    boundaries: Sequence[BoundarySpec]
+    boundaries: Sequence[Boundary]
     device: torch.device
     activity: Activity
     faults: FaultInjector

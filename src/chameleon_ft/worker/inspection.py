@@ -7,6 +7,7 @@ import platform
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 
@@ -14,7 +15,7 @@ from chameleon_ft.config import RunConfig, TrainConfig
 from chameleon_ft.errors import ChameleonError, ConfigError
 from chameleon_ft.events.evidence import place_of
 from chameleon_ft.host.fork_server import Terminated
-from chameleon_ft.job import RESERVED_METRICS, Job, is_stream, load_job
+from chameleon_ft.job import RESERVED_METRICS, BoundarySpec, Job, is_stream, load_job
 from chameleon_ft.job_arguments import as_setting
 from chameleon_ft.job_record import Fact
 from chameleon_ft.models.build import gradient_bytes, layers_built_in_full, param_bytes, tied_bytes
@@ -32,9 +33,10 @@ from chameleon_ft.models.sample_checks import SampleReads, first_micro_batch
 from chameleon_ft.models.weights import check_weights
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.protocol.job_info import JobInfo
-from chameleon_ft.protocol.parts import BoundaryMessage
+from chameleon_ft.protocol.parts import BoundaryMessage, LeafMessage
 from chameleon_ft.quantities import data_size
 from chameleon_ft.side_outputs import AUXILIARY
+from chameleon_ft.trees import Boundary, BoundaryTree, leaves_of, structure_from_json, structure_to_json
 from chameleon_ft.worker.device import claim_device, device_name, missing_device, require_devices
 from chameleon_ft.workload import TiedParameters
 
@@ -119,9 +121,10 @@ def _inspect_job(config: RunConfig) -> JobInfo:
     # Of layers that are not examined, as if each had some.
     side: dict[int, tuple[str, ...]] = {}
 
-    def ran(layer: int, output: torch.Tensor) -> None:
-        if run_on.type != "meta":
-            outputs[f"output of layer {layer} for the same samples"] = sketch(output)
+    def ran(layer: int, output: Any) -> None:
+        for number, leaf in enumerate(leaves_of(output) if run_on.type != "meta" else ()):
+            which = f"tensor {number} of the output" if number else "output"
+            outputs[f"{which} of layer {layer} for the same samples"] = sketch(leaf)
 
     boundaries = boundary_specs(job, size, device=run_on, seed=config.seed, hints=hints, ran=ran, side=side)
     if run_on.type != "meta" and job.boundaries is None:
@@ -154,9 +157,7 @@ def _inspect_job(config: RunConfig) -> JobInfo:
         model=f"{name}, {job.num_layers} layers, {data_size(num_bytes)} of parameters",
         data=f"{data}, {config.batch.samples} a step",
         relative_costs=job.relative_costs,
-        boundaries=tuple(
-            BoundaryMessage(shape=spec.shape, dtype=str(spec.dtype).removeprefix("torch.")) for spec in boundaries
-        ),
+        boundaries=tuple(map(boundary_to_message, boundaries)),
         boundary_bytes=tuple(spec.num_bytes for spec in boundaries),
         param_bytes=sizes,
         gradient_bytes=gradients,
@@ -173,6 +174,22 @@ def _inspect_job(config: RunConfig) -> JobInfo:
         arguments=FrozenMap({name: as_setting(job.arguments[name]) for name in config.job_arguments}),
         versions=FrozenMap({"python": platform.python_version(), "torch": str(torch.__version__)}),
     )
+
+
+def boundary_to_message(spec: Boundary) -> BoundaryMessage:
+    """Return a boundary as it is sent."""
+    leaves = tuple(
+        LeafMessage(shape=leaf.shape, dtype=str(leaf.dtype).removeprefix("torch."), requires_grad=leaf.requires_grad)
+        for leaf in spec.leaves
+    )
+    structure = structure_to_json(spec.structure) if isinstance(spec, BoundaryTree) else ""
+    return BoundaryMessage(leaves=leaves, structure=structure)
+
+
+def boundary_of_message(message: BoundaryMessage) -> Boundary:
+    """Return the boundary of a message; classes in it are looked up by name."""
+    leaves = tuple(BoundarySpec(each.shape, getattr(torch, each.dtype), each.requires_grad) for each in message.leaves)
+    return BoundaryTree(leaves, structure_from_json(message.structure)) if message.structure else leaves[0]
 
 
 def load_examined(config: RunConfig, facts: Mapping[str, Fact]) -> Job:

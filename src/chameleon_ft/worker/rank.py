@@ -18,8 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
-
 from chameleon_ft.cluster import Cluster, Worker
 from chameleon_ft.config import RunConfig, config_type, parse_config
 from chameleon_ft.errors import ChameleonError
@@ -33,7 +31,7 @@ from chameleon_ft.host.fork_server import (
     terminations,
 )
 from chameleon_ft.host.processes import start_time
-from chameleon_ft.job import BoundarySpec, is_stream
+from chameleon_ft.job import is_stream
 from chameleon_ft.protocol.address import CoordinatorAccess, require_worker_ports
 from chameleon_ft.protocol.job_info import LOOPBACK
 from chameleon_ft.protocol.messages import Crashed, Exit, Ready, Refused, Welcome
@@ -47,7 +45,7 @@ from chameleon_ft.worker.control_client import ControlClient
 from chameleon_ft.worker.device import claim_device, communicators_for
 from chameleon_ft.worker.execution.bad_steps import describe_error
 from chameleon_ft.worker.fault_injection import FaultInjector, failures_of_incarnation
-from chameleon_ft.worker.inspection import load_examined
+from chameleon_ft.worker.inspection import boundary_of_message, load_examined
 from chameleon_ft.worker.loaders import LoaderServer
 from chameleon_ft.worker.preflight import available_bytes
 from chameleon_ft.worker.trainer import Trainer
@@ -178,7 +176,7 @@ def _trainer(
             side_outputs=welcome.side_outputs,
             fields=welcome.fields,
         ),
-        boundaries=tuple(BoundarySpec(b.shape, getattr(torch, b.dtype)) for b in welcome.boundaries),
+        boundaries=tuple(map(boundary_of_message, welcome.boundaries)),
         device=device,
         activity=client.activity,
         faults=faults,

@@ -22,7 +22,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.schedule import Operation
 from chameleon_ft.side_outputs import SideOutputs
+from chameleon_ft.trees import leaves_of, mapped
 from chameleon_ft.worker.execution.bad_steps import naming_layer
 from chameleon_ft.worker.execution.gradients import without_gradients
 from chameleon_ft.worker.execution.layers import HeldLayers
@@ -40,8 +41,10 @@ from chameleon_ft.workload import is_recomputed
 WeightHalf = Callable[[], object]
 """The W of a split backward. A single call adds to the gradients of the parameters."""
 
-_Gradients = tuple[Tensor | None, ...]
+Gradients = Sequence[Tensor | None]
+"""Those of the tensors of the input of some layers, or of their output."""
 
+_Gradients = tuple[Tensor | None, ...]
 
 Roots = Sequence[tuple[Tensor, Tensor | None]]
 """Tensors at which a backward begins: the output of some layers and their auxiliary losses, each with its gradient,
@@ -56,23 +59,27 @@ def whole_backward(roots: Roots) -> None:
 
 
 def input_gradient(
-    roots: Roots, boundary: Tensor, parameters: Sequence[nn.Parameter]
-) -> tuple[Tensor | None, WeightHalf]:
-    """Compute the gradient of `boundary` and save what W needs.
+    roots: Roots, boundary: Sequence[Tensor], parameters: Sequence[nn.Parameter]
+) -> tuple[list[Tensor | None], WeightHalf]:
+    """Compute the gradients of `boundary` and save what W needs.
 
     Args:
         roots: of the layers.
-        boundary: the input of the layers. If it has no gradient, W is the whole backward.
+        boundary: the tensors of the input of the layers. If none has a gradient, W is the whole backward.
         parameters: the trained parameters of the layers.
     """
     whole, roots = partial(whole_backward, roots), [each for each in roots if each[0].requires_grad]
-    if not (roots and boundary.requires_grad):
-        return None, whole
+    none: list[Tensor | None] = [None] * len(boundary)
+    inputs = [each for each in boundary if each.requires_grad]
+    if not (roots and inputs):
+        return none, whole
     edges = [get_gradient_edge(root) for root, _ in roots]
-    branches = _branches([edge.node for edge in edges], get_gradient_edge(boundary).node)
+    branches = _branches([edge.node for edge in edges], [get_gradient_edge(each).node for each in inputs])
     if branches is None:
-        return None, whole
-    of_roots = {edge.node: _Start.of_root(edge, *root) for edge, root in zip(edges, roots, strict=True)}
+        return none, whole
+    of_roots: dict[Node, _Start] = {}
+    for edge, root in zip(edges, roots, strict=True):
+        of_roots.setdefault(edge.node, _Start(edge.node)).add_root(edge.output_nr, *root)
     starts: dict[Node, _Start] = {}
     at_once: list[nn.Parameter] = []
     for parameter in parameters:
@@ -91,13 +98,13 @@ def input_gradient(
             for start in starts.values():
                 hooks.enter_context(start.node.register_prehook(start.keep))
             outputs, gradients = zip(*roots, strict=True)
-            gradient, *found = torch.autograd.grad(
-                outputs, [boundary, *at_once], gradients, retain_graph=True, allow_unused=True
-            )
+            found = torch.autograd.grad(outputs, [*inputs, *at_once], gradients, retain_graph=True, allow_unused=True)
     except RuntimeError:
         # A part of the graph runs as a whole only.
         return _both_at_once(whole, boundary, parameters)
-    return gradient, partial(_run_weight_half, list(starts.values()), at_once, found)
+    of_inputs = iter(found[: len(inputs)])
+    passed_back = [next(of_inputs) if each.requires_grad else None for each in boundary]
+    return passed_back, partial(_run_weight_half, list(starts.values()), at_once, list(found[len(inputs) :]))
 
 
 @dataclass(slots=True)
@@ -108,11 +115,13 @@ class _Start:
     parameters: list[nn.Parameter] = field(default_factory=list)
     gradients: _Gradients = ()
 
-    @classmethod
-    def of_root(cls, edge: GradientEdge, root: Tensor, gradient: Tensor | None) -> Self:
-        """Return the start at a root, whose node I may not run."""
+    def add_root(self, number: int, root: Tensor, gradient: Tensor | None) -> None:
+        """Begin at a root, which is this output of the node; I may not run the node."""
         own = torch.ones_like(root) if gradient is None else gradient
-        return cls(edge.node, gradients=(*[None] * edge.output_nr, own))
+        known = [*self.gradients, *[None] * (number + 1 - len(self.gradients))]
+        before = known[number]
+        known[number] = own if before is None else before + own
+        self.gradients = tuple(known)
 
     def keep(self, gradients: _Gradients) -> None:
         """Keep gradients; a hook that is called before the node runs."""
@@ -128,7 +137,7 @@ class _Start:
             torch.autograd.backward(edges, [e for e in self.gradients if e is not None], inputs=self.parameters)
 
 
-def _branches(roots: Sequence[Node], boundary: Node) -> dict[Node, Node | None] | None:
+def _branches(roots: Sequence[Node], boundary: Sequence[Node]) -> dict[Node, Node | None] | None:
     """Find where paths to other leaves branch off those from the roots to the boundary.
 
     Returns:
@@ -137,7 +146,7 @@ def _branches(roots: Sequence[Node], boundary: Node) -> dict[Node, Node | None] 
         a function of Python would run in both halves from there. None if the boundary is not below the roots.
     """
     children = _children(roots)
-    on_path: set[Node] = {boundary} if boundary in children else set()
+    on_path = {node for node in boundary if node in children}
     for node in children:
         if not on_path.isdisjoint(children[node]):
             on_path.add(node)
@@ -177,14 +186,16 @@ def _is_of_python(node: object) -> bool:
 
 
 def _both_at_once(
-    whole: Callable[[], None], boundary: Tensor, parameters: Sequence[nn.Parameter]
-) -> tuple[Tensor | None, WeightHalf]:
+    whole: Callable[[], None], boundary: Sequence[Tensor], parameters: Sequence[nn.Parameter]
+) -> tuple[list[Tensor | None], WeightHalf]:
     """Run a backward that cannot be divided; W adds the gradients of parameters, which are kept until then."""
     with without_gradients(parameters):
         whole()
         found = [parameter.grad for parameter in parameters]
-    gradient, boundary.grad = boundary.grad, None
-    return gradient, partial(_run_weight_half, [], parameters, found)
+    gradients = [each.grad for each in boundary]
+    for each in boundary:
+        each.grad = None
+    return gradients, partial(_run_weight_half, [], parameters, found)
 
 
 def _run_weight_half(
@@ -206,15 +217,15 @@ class _Part:
     """Some layers of a hop: their input, detached from the layers before, and what they made from it, with its graph.
 
     The output is None if the backward runs the layers again; then they have auxiliary losses if they `had_auxiliary`.
-    Of others `auxiliary` are these, each with its gradient. `ends` are the last nodes of the layers in the graph.
+    Of others `auxiliary` are these, each with its gradient. `ends` are the last nodes of each layer in the graph.
     """
 
     layers: LayerRange
-    boundary: Tensor
-    output: Tensor | None = None
+    boundary: Any
+    output: Any = None
     had_auxiliary: bool = False
     auxiliary: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
-    ends: list[Any] = field(default_factory=list)
+    ends: list[list[Any]] = field(default_factory=list)
 
 
 class SavedActivations:
@@ -258,7 +269,7 @@ class SavedActivations:
         self._parts: list[_Part] = []
         self._sums: list[WeightHalf] = []
 
-    def forward(self, boundary: Tensor) -> Tensor:
+    def forward(self, boundary: Any) -> Any:
         """Run the hop's F on its input; return the output, with its graph if the model's last layer made it."""
         for layers, again in _parts_of(self._operation, self._num_layers):
             boundary = self._part_forward(layers, boundary, again=again)
@@ -268,41 +279,42 @@ class SavedActivations:
         """Replace the output of the route's last hop by the loss computed from it."""
         self._parts[-1].output = loss
 
-    def backward(self, gradient: Tensor | None) -> Tensor | None:
-        """Add to the gradients of the parameters; return the gradient of the hop's input, None if it has none.
+    def backward(self, gradients: Gradients) -> Gradients:
+        """Add to the gradients of the parameters; return those of the hop's input, None where there is none.
 
-        `gradient` is that of the hop's output; None for the loss.
+        `gradients` are those of the tensors of the hop's output; [None] for the loss.
         """
         is_top = True
         while self._parts:
             part = self._parts.pop()
             with naming_layer(part.layers, part.ends):
-                whole_backward(self._roots(part, gradient, is_top=is_top))
-            gradient, is_top = part.boundary.grad, False
+                whole_backward(self._roots(part, gradients, is_top=is_top))
+            gradients, is_top = [leaf.grad for leaf in leaves_of(part.boundary)], False
         _run_all(self._sums)
-        return gradient
+        return gradients
 
-    def input_gradient(self, gradient: Tensor | None) -> tuple[Tensor | None, WeightHalf]:
-        """Run I: return the gradient of the hop's input, None if it has none, and the remaining W."""
-        if not self._parts[0].boundary.requires_grad:
-            return None, partial(self.backward, gradient)
+    def input_gradient(self, gradients: Gradients) -> tuple[Gradients, WeightHalf]:
+        """Run I: return the gradients of the hop's input, None where there is none, and the remaining W."""
+        inputs = leaves_of(self._parts[0].boundary)
+        if not any(leaf.requires_grad for leaf in inputs):
+            return [None] * len(inputs), partial(self.backward, gradients)
         halves, is_top = self._sums, True
         while self._parts:
             part = self._parts.pop()
             parameters = self._held.parameters(part.layers)
             with naming_layer(part.layers, part.ends):
-                roots = self._roots(part, gradient, is_top=is_top)
-                gradient, half = input_gradient(roots, part.boundary, parameters)
+                roots = self._roots(part, gradients, is_top=is_top)
+                gradients, half = input_gradient(roots, leaves_of(part.boundary), parameters)
             halves.append(half)
             is_top = False
-        return gradient, partial(_run_all, halves)
+        return gradients, partial(_run_all, halves)
 
-    def _part_forward(self, layers: LayerRange, boundary: Tensor, *, again: bool) -> Tensor:
+    def _part_forward(self, layers: LayerRange, boundary: Any, *, again: bool) -> Any:
         part, output = _Part(layers, boundary), boundary
         for layer in layers:
             with self._held.collecting([layer]) as side:
                 output = self._run(LayerRange(layer, layer + 1), output)
-            part.ends.append(output.grad_fn)
+            part.ends.append([leaf.grad_fn for leaf in leaves_of(output)])
             part.auxiliary += self._auxiliary(side)
             if side.is_training and (add := self._held.side_sums(layer, side, self._terms)) is not None:
                 self._sums.append(add)
@@ -310,19 +322,23 @@ class SavedActivations:
         self._parts.append(_Part(layers, boundary, had_auxiliary=bool(part.auxiliary)) if again else part)
         if layers.stop == self._num_layers:
             return output
-        return output.detach().requires_grad_(output.requires_grad)
+        return mapped(lambda leaf: leaf.detach().requires_grad_(leaf.requires_grad), output)
 
-    def _roots(self, part: _Part, gradient: Tensor | None, *, is_top: bool) -> Roots:
+    def _roots(self, part: _Part, gradients: Gradients, *, is_top: bool) -> Roots:
         """Return the roots of the backward of a part, the output first. Below the top, it may have no gradient."""
         output, auxiliary = part.output, part.auxiliary
-        has_gradient = is_top or gradient is not None
+        has_gradient = is_top or any(gradient is not None for gradient in gradients)
         if output is None:
             if not (has_gradient or part.had_auxiliary):
                 return []
             with self._held.collecting(part.layers) as side:
                 output = self._run(part.layers, part.boundary)
             auxiliary = self._auxiliary(side)
-        return [(output, gradient), *auxiliary] if has_gradient else auxiliary
+        if not has_gradient:
+            return auxiliary
+        roots = zip(leaves_of(output), gradients, strict=True)
+        # The gradient of the loss is not given.
+        return [*(each for each in roots if each[1] is not None or len(gradients) == 1), *auxiliary]
 
     def _auxiliary(self, side: SideOutputs) -> list[tuple[Tensor, Tensor | None]]:
         terms = self._terms() if side.has_own_terms else 0.0

@@ -120,15 +120,21 @@ class Repetition:
     _spoilt_layers: set[int] = field(default_factory=set)
 
     def forward(
-        self, micro_batch: int, layers: LayerRange, *, data: Iterable[Tensor], received: Tensor | None, result: Tensor
+        self,
+        micro_batch: int,
+        layers: LayerRange,
+        *,
+        data: Iterable[Tensor],
+        received: Iterable[Tensor],
+        result: Iterable[Tensor],
     ) -> None:
-        """Look at a forward: the data that it used, the activation that came in, and its result."""
-        if all_finite(result):
+        """Look at a forward: the data that it used, the tensors that came in, and its result."""
+        if all(map(all_finite, result)):
             return
         self._spoilt_micro_batches.add(micro_batch)
         if not all(map(all_finite, data)):
             self.found.append((micro_batch, layers.start, layers.stop, "data"))
-        elif received is None or all_finite(received):
+        elif all(map(all_finite, received)):
             self.found.append((micro_batch, layers.start, layers.stop, "forward"))
 
     def backward(
@@ -136,15 +142,15 @@ class Repetition:
         micro_batch: int,
         layers: LayerRange,
         *,
-        received: Tensor | None,
-        result: Tensor | None,
+        received: Iterable[Tensor],
+        result: Iterable[Tensor],
         gradients: Mapping[int, Iterable[Tensor]],
     ) -> None:
-        """Look at a backward: the gradient that came in, the one that is passed on, and those of its layers."""
+        """Look at a backward: the gradients that came in, those that are passed on, and those of its layers."""
         spoilt = {layer for layer, own in gradients.items() if not all(map(all_finite, own))}
-        is_new = not spoilt <= self._spoilt_layers or (result is not None and not all_finite(result))
+        is_new = not spoilt <= self._spoilt_layers or not all(map(all_finite, result))
         self._spoilt_layers |= spoilt
-        if is_new and micro_batch not in self._spoilt_micro_batches and (received is None or all_finite(received)):
+        if is_new and micro_batch not in self._spoilt_micro_batches and all(map(all_finite, received)):
             self.found.append((micro_batch, layers.start, layers.stop, "backward"))
 
 
@@ -194,11 +200,11 @@ def describe_error(error: BaseException) -> str:
 
 
 @contextmanager
-def naming_layer(layers: LayerRange, ends: Sequence[Any]) -> Iterator[None]:
+def naming_layer(layers: LayerRange, ends: Sequence[Iterable[Any]]) -> Iterator[None]:
     """Add to an error of a backward inside the block the layer whose function of autograd has failed, if one has.
 
     Args:
-        ends: the last node of the graph of each layer.
+        ends: the last nodes of the graph of each layer.
     """
     try:
         yield
@@ -207,7 +213,7 @@ def naming_layer(layers: LayerRange, ends: Sequence[Any]) -> Iterator[None]:
         failed = {each for each in own if isinstance(each, BackwardCFunction)}
         seen: set[Any] = set()
         for layer, end in zip(layers, ends, strict=False):
-            nodes = {end}
+            nodes = set(end)
             while nodes:
                 seen |= nodes
                 nodes = {before for node in nodes if node is not None for before, _ in node.next_functions} - seen

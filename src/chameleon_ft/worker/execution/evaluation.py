@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
 from torch import Tensor
 
 from chameleon_ft.config import RunConfig
 from chameleon_ft.keys import generators_kept
+from chameleon_ft.models.precision import as_loss_input
 from chameleon_ft.schedule import Operation, forwards_of
+from chameleon_ft.trees import is_differentiable
 from chameleon_ft.worker.context import RankContext
 from chameleon_ft.worker.execution.bad_steps import noting
 from chameleon_ft.worker.execution.executor import Executor
@@ -108,15 +110,14 @@ class Evaluator:
         self._answered = self._asked
         job, metrics, labels = self._rank.job, dict.fromkeys(self._rank.job.metrics, 0.0), 0.0
 
-        def measure(number: int, output: Tensor, targets: Tensor) -> None:
+        def measure(number: int, output: Any, targets: Any) -> None:
             nonlocal labels
             weight = self._batches.weight(number)
             if not state.losses[number].terms:
                 return
-            if not (targets.is_floating_point() or targets.is_complex()):
+            if isinstance(targets, Tensor) and not is_differentiable(targets.dtype):
                 labels += weight * state.losses[number].terms
-            if job.precision.is_lower and output.is_floating_point():
-                output = output.float()
+            output = as_loss_input(job, output)
             for name, metric in job.metrics.items():
                 with noting(f"in the metric {name!r}"):
                     metrics[name] += weight * float(metric(output, targets))

@@ -10,18 +10,18 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from chameleon_ft.cost.memory import MessageBuffers
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.job import sample_count
+from chameleon_ft.job import BoundarySpec, sample_count
 from chameleon_ft.keys import generator_lock
 from chameleon_ft.models.precision import loss_and_terms, terms_of
 from chameleon_ft.schedule import Operation, OperationKind
+from chameleon_ft.trees import leaves_of
 from chameleon_ft.worker.communicators.base import Channel, Communicators, InFlight, tag_of
 from chameleon_ft.worker.context import RankContext
 from chameleon_ft.worker.control_client import Activity
@@ -69,10 +69,10 @@ class SentMessages:
         self._num_layers = num_layers
         self._unanswered: defaultdict[tuple[bool, int], deque[Result]] = defaultdict(deque)
 
-    def send(self, result: Result, tensor: Tensor, *, receiver: int) -> None:
-        """Start sending a contiguous tensor, once not too many others are on their way. Raises CommunicationError."""
+    def send(self, result: Result, tensors: Sequence[Tensor], *, receiver: int) -> None:
+        """Start sending contiguous tensors, once not too many results are on their way. Raises CommunicationError."""
         # Before anything can fail: the operation counts as run, so its result must not be lost.
-        self._state.results[result] = tensor
+        self._state.results[result] = tensors
         if result not in self._answered:
             sent = self._unanswered[result[0], receiver]
             sent.append(result)
@@ -84,21 +84,35 @@ class SentMessages:
                     self._state.in_flight[before].wait()
             while len(sent) > self._buffers.sends_kept:
                 self.release(sent.popleft())
-        self._start(result, tensor, receiver)
+        self._start(result, tensors, receiver)
 
     def send_again(self, result: Result, *, receiver: int) -> None:
         """Start sending a result that is held, without waiting. Raises CommunicationError."""
-        tensor = self._state.results[result] = self._state.results[result].contiguous()
-        self._start(result, tensor, receiver)
+        tensors = self._state.results[result] = [each.contiguous() for each in self._state.results[result]]
+        self._start(result, tensors, receiver)
 
     def release(self, result: Result) -> None:
         """Release a result, if it is held: its receiver has used it."""
         self._state.results.pop(result, None)
         self._state.in_flight.pop(result, None)
 
-    def _start(self, result: Result, tensor: Tensor, receiver: int) -> None:
+    def _start(self, result: Result, tensors: Sequence[Tensor], receiver: int) -> None:
         tag = tag_of(result, num_layers=self._num_layers)
-        self._state.in_flight[result] = self._communicators.send(tensor, peer=receiver, tag=tag)
+        self._state.in_flight[result] = Together(
+            [self._communicators.send(tensor, peer=receiver, tag=tag) for tensor in tensors]
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Together:
+    """The messages of the tensors of one result, of which each has one, in order and under one tag."""
+
+    messages: Sequence[InFlight]
+
+    def wait(self) -> None:
+        """See `InFlight`."""
+        for message in self.messages:
+            message.wait()
 
 
 # The memory estimate goes by these, too.
@@ -112,7 +126,7 @@ _OPERATIONS: Final = {
 }
 _BACKWARDS: Final = (OperationKind.BACKWARD, OperationKind.INPUT_GRAD)
 
-Measure = Callable[[int, Tensor, Tensor], None]
+Measure = Callable[[int, Any, Any], None]
 """Takes the output of the last layer, and the targets, of a micro-batch by its number."""
 
 Resend = tuple[int, int, bool, int]
@@ -245,7 +259,7 @@ class _StepExecution:
             for o in operations
             if o.kind in _BACKWARDS and o.receive_from is not None
         } - {(True, micro_batch, layer - 1) for micro_batch, layer in resent_gradients}
-        self._receive_of_index: dict[int, tuple[InFlight, Tensor]] = {}
+        self._receive_of_index: dict[int, tuple[InFlight, list[Tensor]]] = {}
         self._to_post = deque(i for i, operation in enumerate(operations) if operation.receive_from is not None)
         self._sent = SentMessages(
             state,
@@ -292,7 +306,7 @@ class _StepExecution:
         start = perf_counter()
         # A loss may draw random numbers, and so may what a backward computes again.
         with noting(f"in {_describe(operation)}"), generator_lock:
-            tensor = self._compute(operation, message)
+            tensors = self._compute(operation, message)
         # Or the time would be that of queueing the operation.
         wait_for_stream(self._executor.rank.device)
         if self._executor.rank.pace is not None:
@@ -300,8 +314,8 @@ class _StepExecution:
         self._executor.rank.faults.slow_down(start)
         self._stats.spans.append((operation.kind, start, perf_counter()))
         if self._repetition is not None:
-            self._examine(self._repetition, operation, message, tensor)
-        if tensor is None:
+            self._examine(self._repetition, operation, message, tensors)
+        if tensors is None:
             return
         forward = operation.kind is OperationKind.FORWARD
         layer = operation.layers.stop - 1 if forward else operation.layers.start
@@ -309,14 +323,24 @@ class _StepExecution:
         if operation.send_to is not None:
             # The receiver's buffer is a boundary.
             boundary = layer if forward else layer - 1
-            self._executor.rank.boundaries[boundary].require(tensor, layer=boundary, gradient=not forward)
-            self._sent.send(result, tensor.contiguous(), receiver=operation.send_to)
+            for spec, tensor in zip(self._sent_over(boundary, forward=forward), tensors, strict=True):
+                spec.require(tensor, layer=boundary, gradient=not forward)
+            self._sent.send(result, [tensor.contiguous() for tensor in tensors], receiver=operation.send_to)
             self._stats.note_sent(operation.send_to, forward=forward)
         elif result in self._used_here:
-            self._state.results[result] = tensor
+            self._state.results[result] = tensors
+
+    def _sent_over(self, layer: int, *, forward: bool) -> Sequence[BoundarySpec]:
+        """Return the tensors that are sent over the boundary behind a layer, one by one."""
+        spec = self._executor.rank.boundaries[layer]
+        return spec.leaves if forward else [spec.leaves[number] for number in spec.returned]
 
     def _examine(
-        self, repetition: Repetition, operation: Operation, received: Tensor | None, result: Tensor | None
+        self,
+        repetition: Repetition,
+        operation: Operation,
+        received: Sequence[Tensor] | None,
+        result: Sequence[Tensor] | None,
     ) -> None:
         micro_batch, layers, executor = operation.micro_batch, operation.layers, self._executor
         if operation.kind is not OperationKind.FORWARD:
@@ -324,24 +348,24 @@ class _StepExecution:
                 layer: [each.grad for each in executor.held.parameters([layer]) if each.grad is not None]
                 for layer in layers
             }
-            repetition.backward(micro_batch, layers, received=received, result=result, gradients=gradients)
+            repetition.backward(micro_batch, layers, received=received or (), result=result or (), gradients=gradients)
             return
         data: list[Tensor] = []
         if reads_samples(operation, executor.rank.job):
             read = executor.micro_batches(self._state.step, micro_batch)
             used = uses_inputs(operation, executor.rank.job), operation.last
-            data = tree_leaves([each for each, is_used in zip(read, used, strict=False) if is_used])
-        output = self._state.losses[micro_batch].value if operation.last else result
+            data = leaves_of([each for each, is_used in zip(read, used, strict=False) if is_used])
+        output = [self._state.losses[micro_batch].value] if operation.last else result
         assert output is not None
-        repetition.forward(micro_batch, layers, data=data, received=received, result=output)
+        repetition.forward(micro_batch, layers, data=data, received=received or (), result=output)
 
-    def _message(self, index: int, operation: Operation) -> Tensor | None:
-        """Return the operation's incoming tensor: an activation, or a gradient; None where nothing comes in."""
+    def _message(self, index: int, operation: Operation) -> Sequence[Tensor] | None:
+        """Return the operation's incoming tensors: activations, or gradients; None where nothing comes in."""
         while self._to_post and (len(self._receive_of_index) < _BUFFERS.receives_ahead or self._to_post[0] <= index):
             self._post(self._to_post.popleft())
         if operation.receive_from is None:
             return self._state.results.pop(_input_of(operation), None)
-        receive, tensor = self._receive_of_index.pop(index)
+        receive, tensors = self._receive_of_index.pop(index)
         doing = f"the input of {_describe(operation)} from worker {operation.receive_from}"
         with self._executor.rank.activity.waiting(doing, for_message=True, peer=operation.receive_from):
             since_s = perf_counter()
@@ -351,23 +375,22 @@ class _StepExecution:
         sent = True, operation.micro_batch, operation.layers.stop - 1
         if operation.kind in _BACKWARDS and sent in self._answered:
             self._sent.release(sent)
-        return tensor
+        return tensors
 
     def _post(self, index: int) -> None:
         operation = self._operations[index]
         assert operation.receive_from is not None
         forward = operation.kind is OperationKind.FORWARD
-        tensor = self._on_boundary(torch.empty, operation.layers.start - 1 if forward else operation.layers.stop - 1)
-        receive = self._executor.communicators.receive(
-            tensor,
-            peer=operation.receive_from,
-            tag=tag_of(_input_of(operation), num_layers=len(self._executor.rank.boundaries)),
-        )
-        self._receive_of_index[index] = (receive, tensor)
+        boundary = operation.layers.start - 1 if forward else operation.layers.stop - 1
+        tensors = [self._made(torch.empty, spec) for spec in self._sent_over(boundary, forward=forward)]
+        tag = tag_of(_input_of(operation), num_layers=len(self._executor.rank.boundaries))
+        receive = self._executor.communicators.receive
+        messages = [receive(tensor, peer=operation.receive_from, tag=tag) for tensor in tensors]
+        self._receive_of_index[index] = (Together(messages), tensors)
 
-    def _compute(self, operation: Operation, message: Tensor | None) -> Tensor | None:
-        """Compute, and return what the next hop needs: an activation, or a gradient; None where there is none."""
-        hop, state = hop_of(operation), self._state
+    def _compute(self, operation: Operation, message: Sequence[Tensor] | None) -> Sequence[Tensor] | None:
+        """Compute, and return what the next hop needs: activations, or gradients; None where there are none."""
+        hop, state, executor = hop_of(operation), self._state, self._executor
         match operation.kind:
             case OperationKind.FORWARD:
                 return self._forward(operation, message)
@@ -376,18 +399,33 @@ class _StepExecution:
                 state.contributed.add(hop)
                 return None
             case OperationKind.BACKWARD:
-                gradient = state.saved.pop(hop).backward(message)
+                gradients = state.saved.pop(hop).backward(self._gradients(operation, message))
                 state.contributed.add(hop)
             case OperationKind.INPUT_GRAD:
-                gradient, weight_half = state.saved.pop(hop).input_gradient(message)
+                saved = state.saved.pop(hop)
+                gradients, weight_half = saved.input_gradient(self._gradients(operation, message))
                 if hop in self._weights:
                     state.deferred[hop] = weight_half
         if operation.first:
             return None
-        # The hop before needs a gradient even of layers that do not depend on their input.
-        return self._on_boundary(torch.zeros, operation.layers.start - 1) if gradient is None else gradient
+        # The hop before needs gradients even of layers that do not depend on their input.
+        spec, made = executor.rank.boundaries[operation.layers.start - 1], list[Tensor]()
+        for number in spec.returned:
+            gradient = gradients[number]
+            made.append(self._made(torch.zeros, spec.leaves[number]) if gradient is None else gradient)
+        return made
 
-    def _forward(self, operation: Operation, message: Tensor | None) -> Tensor | None:
+    def _gradients(self, operation: Operation, message: Sequence[Tensor] | None) -> Sequence[Tensor | None]:
+        """Return the gradients of all tensors of an operation's output, of which some came in; None of the loss."""
+        if message is None:
+            return [None]
+        spec = self._executor.rank.boundaries[operation.layers.stop - 1]
+        found: list[Tensor | None] = [None] * len(spec.leaves)
+        for number, gradient in zip(spec.returned, message, strict=True):
+            found[number] = gradient
+        return found
+
+    def _forward(self, operation: Operation, message: Sequence[Tensor] | None) -> Sequence[Tensor] | None:
         executor, step, fields = self._executor, self._state.step, NO_FIELDS
         if uses_inputs(operation, executor.rank.job):
             read = executor.micro_batches(step, operation.micro_batch)
@@ -398,7 +436,9 @@ class _StepExecution:
             self._stats.draws += read.digest
         else:
             assert message is not None
-            boundary = message.detach().requires_grad_(message.is_floating_point() or message.is_complex())
+            spec = executor.rank.boundaries[operation.layers.start - 1]
+            leaves = zip(message, spec.leaves, strict=True)
+            boundary = spec.unflatten([each.detach().requires_grad_(leaf.has_gradient) for each, leaf in leaves])
         # With a graph even if no backward follows: without one torch may choose other kernels, with other last bits.
         saved = SavedActivations(
             executor.held,
@@ -414,17 +454,19 @@ class _StepExecution:
         if operation.last:
             saved.end_in(self._loss(operation.micro_batch, output))
             return None
-        return output.detach()
+        return [leaf.detach() for leaf in leaves_of(output)]
 
-    def _loss(self, micro_batch: int, output: Tensor) -> Tensor:
+    def _loss(self, micro_batch: int, output: Any) -> Tensor:
         read = self._executor.micro_batches(self._state.step, micro_batch)
         self._stats.draws -= read.digest
         self._note_left_out(micro_batch, read, is_compared=True)
-        if read.left_out and len(output) != sample_count(read.targets):
-            raise ConfigError(
-                f"a sample is to be left out (loading.on_error), but the last layer returns {len(output)} rows for "
-                f"{sample_count(read.targets)} samples; let it return a row for each"
-            )
+        if read.left_out:
+            count, rows = sample_count(read.targets), [len(leaf) if leaf.ndim else 0 for leaf in leaves_of(output)]
+            if other := [number for number in rows if number != count]:
+                raise ConfigError(
+                    f"a sample is to be left out (loading.on_error), but the last layer returns {other[0]} rows for "
+                    f"{count} samples; let it return a row for each"
+                )
         output, targets = without_rows(output, read.left_out), read.counted
         with noting("in the loss"):
             loss, terms = loss_and_terms(self._executor.rank.job, output, targets)
@@ -443,9 +485,7 @@ class _StepExecution:
             # The workers of the first layer and of the loss may have read them.
             self._stats.draws += 1
 
-    def _on_boundary(self, make: Callable[..., Tensor], layer: int) -> Tensor:
-        """Make a tensor of the shape and type of the output of `layer`."""
-        spec = self._executor.rank.boundaries[layer]
+    def _made(self, make: Callable[..., Tensor], spec: BoundarySpec) -> Tensor:
         return make(spec.shape, dtype=spec.dtype, device=self._executor.rank.device)
 
 

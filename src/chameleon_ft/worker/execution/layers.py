@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from chameleon_ft.data.streams import POSITION_KEY, START
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.job import BoundarySpec, Job, is_stream
+from chameleon_ft.job import Job, is_stream
 from chameleon_ft.keys import generator_lock
 from chameleon_ft.models.build import blank_layer, initial_layer, seed_forward
 from chameleon_ft.models.optimizer import ModelOptimizer
@@ -36,6 +36,7 @@ from chameleon_ft.models.precision import cast_layer
 from chameleon_ft.models.recomputation import selective_recomputation
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.side_outputs import AUXILIARY, SideOutputs, SummedBuffer, collecting, run_after_step, summed_buffers
+from chameleon_ft.trees import Boundary
 from chameleon_ft.worker.execution.bad_steps import noting
 from chameleon_ft.worker.execution.optimizer import LayerOptimizer, Range
 
@@ -219,7 +220,7 @@ class HeldLayers:
         *,
         seed: int,
         device: torch.device,
-        boundaries: Sequence[BoundarySpec] = (),
+        boundaries: Sequence[Boundary] = (),
         owned: Mapping[int, Sequence[Range]] | None = None,
         optimizer: ModelOptimizer | None = None,
     ) -> None:
@@ -279,19 +280,19 @@ class HeldLayers:
     def forward(
         self,
         layers: LayerRange,
-        boundary: Tensor,
+        boundary: Any,
         *,
         step: int,
         micro_batch: int,
         fields: Mapping[str, Tensor] = NO_FIELDS,
         selective: Collection[int] = (),
-    ) -> Tensor:
+    ) -> Any:
         """Run `layers` on one micro-batch, each with its own random key; save less of `selective` layers.
 
         `fields` has those of the micro-batch, if a layer gets some.
 
         Raises:
-            ConfigError: an output differs from the expected one in shape or type.
+            ConfigError: an output differs from the expected one in its shape or type, or is another tree.
         """
         for layer in layers:
             module = self._layers[layer].module
@@ -306,7 +307,7 @@ class HeldLayers:
                 if module.training:
                     self._layers[layer].require_unchanged(marks, layer)
             if layer < len(self._checked):
-                self._checked[layer].require(boundary, layer=layer)
+                self._checked[layer].flatten(boundary, layer=layer)
         return boundary
 
     def collecting(self, layers: Iterable[int]) -> AbstractContextManager[SideOutputs]:

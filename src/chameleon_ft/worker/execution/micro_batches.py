@@ -15,7 +15,6 @@ from typing import Any, Final, NamedTuple, Protocol, Self
 import torch
 import xxhash
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
 from chameleon_ft.config import Batch, RunConfig
 from chameleon_ft.data.mixture import sample_order
@@ -26,6 +25,7 @@ from chameleon_ft.models.fields import require_padding_at_end
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.schedule import Operation, OperationKind
 from chameleon_ft.side_outputs import AUXILIARY
+from chameleon_ft.trees import leaves_of, mapped
 from chameleon_ft.worker.execution.bad_steps import describe_error
 
 KEPT_MICRO_BATCHES: Final = 64
@@ -60,7 +60,7 @@ class MicroBatch(NamedTuple):
     def of(cls, inputs: Any, targets: Any, left_out: Mapping[int, str] = FrozenMap({})) -> MicroBatch:
         """Return what was read, with the digest of the rows that count."""
         values = xxhash.xxh3_64()
-        for tensor in tree_leaves(without_rows((inputs, targets), left_out)):
+        for tensor in leaves_of(without_rows((inputs, targets), left_out)):
             values.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
         return cls(inputs, targets, values.intdigest() >> 24, left_out)
 
@@ -74,17 +74,16 @@ class MicroBatch(NamedTuple):
         """The fields by name, which layers get by keyword."""
         return fields_of(self.inputs, self.targets)
 
-    def input_of(self, job: Job) -> Tensor:
+    def input_of(self, job: Job) -> Any:
         """Return the first argument of layer 0."""
-        first: Tensor = self.fields[job.fields[0][0]] if job.fields else self.inputs
-        return first
+        return self.fields[job.fields[0][0]] if job.fields else self.inputs
 
 
 def without_rows(tensors: Any, rows: Collection[int]) -> Any:
     """Return a tensor, or a tree of them, without some rows."""
     if not rows:
         return tensors
-    return tree_map(lambda tensor: tensor[[row for row in range(len(tensor)) if row not in rows]], tensors)
+    return mapped(lambda tensor: tensor[[row for row in range(len(tensor)) if row not in rows]], tensors)
 
 
 Draw = tuple[int, int]
@@ -160,7 +159,7 @@ class DatasetReads:
             read = load_micro_batch(self._dataset, self._order, first, size, collate=self._collate, reading=reading)
             return MicroBatch.of(*read)
         pair, errors = load_readable(self._dataset, self._order, first, size, collate=self._collate, reading=reading)
-        if errors and any(tensor.shape[:1] != (size,) for tensor in tree_leaves(pair)):
+        if errors and any(tensor.shape[:1] != (size,) for tensor in leaves_of(pair)):
             # There is no row to leave out.
             raise next(iter(errors.values()))
         return MicroBatch.of(*pair, {row: describe_error(error) for row, error in errors.items()})
@@ -277,9 +276,7 @@ class MicroBatches:
                 self._unread(step, draws[row], read.left_out[row])
             if known:
                 read = MicroBatch.of(read.inputs, read.targets, {**read.left_out, **known})
-        if isinstance(read.inputs, Tensor) and isinstance(read.targets, Tensor):
-            return read._replace(inputs=read.inputs.to(self._device), targets=read.targets.to(self._device))
-        inputs, targets = tree_map(lambda tensor: tensor.to(self._device), (read.inputs, read.targets))
+        inputs, targets = (mapped(lambda tensor: tensor.to(self._device), each) for each in read[:2])
         return read._replace(inputs=inputs, targets=targets)
 
     def _reads_of(self, operations: Iterable[Operation]) -> list[int]:

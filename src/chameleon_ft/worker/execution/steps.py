@@ -62,7 +62,7 @@ class StepState:
     saved: dict[HopKey, SavedActivations] = field(default_factory=dict)
     deferred: dict[HopKey, WeightHalf] = field(default_factory=dict)
     losses: dict[int, CountedLoss] = field(default_factory=dict)
-    results: dict[Result, Tensor] = field(default_factory=dict)
+    results: dict[Result, Sequence[Tensor]] = field(default_factory=dict)
     in_flight: dict[Result, InFlight] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
 
@@ -100,7 +100,7 @@ class StepState:
         )
         self.saved = {hop: saved for hop, saved in self.saved.items() if hop in backwards - forwards}
         self.deferred = {hop: half for hop, half in self.deferred.items() if hop in weights - backwards}
-        self.results = {result: tensor for result, tensor in self.results.items() if result in results}
+        self.results = {result: tensors for result, tensors in self.results.items() if result in results}
 
 
 # Of each channel in a step: the shortest of some is hardly noise.

@@ -20,19 +20,19 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
 from chameleon_ft.config import RunConfig
 from chameleon_ft.cost.profile import LayerTimes, Spread
 from chameleon_ft.data.samples import SamplesInOrder
-from chameleon_ft.job import Job
+from chameleon_ft.job import BoundarySpec, Job
 from chameleon_ft.models.checks import boundary_specs
 from chameleon_ft.models.fields import with_fields
 from chameleon_ft.models.precision import loss_of
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.sync import Segment
+from chameleon_ft.trees import is_differentiable, leaves_of, mapped
 from chameleon_ft.worker.device import is_host_memory, wait_for_stream
-from chameleon_ft.worker.execution.backward import input_gradient
+from chameleon_ft.worker.execution.backward import Roots, input_gradient, whole_backward
 from chameleon_ft.worker.execution.gradients import GradientBuffers
 from chameleon_ft.worker.execution.layers import HeldLayers
 from chameleon_ft.worker.execution.micro_batches import KEPT_MICRO_BATCHES, MicroBatch
@@ -133,7 +133,7 @@ class ModelOnDevice:
     def read(self) -> MicroBatch:
         """Read the micro-batch, which takes as much memory as reading another one."""
         read = self._samples.micro_batch(0, self._size)
-        return MicroBatch(*tree_map(lambda tensor: tensor.to(self.device), read))
+        return MicroBatch(*mapped(lambda tensor: tensor.to(self.device), read))
 
     def kind(self, layer: int) -> str:
         """Return the name of the factory of `layer`, in lower case."""
@@ -141,20 +141,27 @@ class ModelOnDevice:
         name = str(getattr(getattr(factory, "func", factory), "__name__", "layer")).lower()
         return name if name.isidentifier() else "layer"
 
-    def boundary_before(self, layer: int, *, alike: bool = False) -> Tensor:
-        """Return the samples, or a random tensor of the shape and type that `layer` receives.
+    def boundary_before(self, layer: int, *, alike: bool = False) -> Any:
+        """Return the samples, or random tensors of the shapes and types that `layer` receives.
 
-        An integer one is all zeros, a value that every layer accepts. If `alike`, all vectors of the random tensor are
-        equal; samples stay as they are.
+        Integers are all zeros, a value that every layer accepts. If `alike`, all vectors of a random tensor are equal;
+        samples stay as they are.
         """
         if layer == 0:
             return self.samples.input_of(self.job)
-        boundary = self._like_output(layer - 1)
-        return boundary.flatten()[: boundary.shape[-1]].expand_as(boundary).clone() if alike else boundary
+        leaves = []
+        for spec in self.boundaries[layer - 1].leaves:
+            leaf = self._like(spec)
+            if alike and leaf.ndim:
+                leaf = leaf.flatten()[: leaf.shape[-1]].expand_as(leaf).clone()
+            leaves.append(leaf.requires_grad_(spec.has_gradient))
+        return self.boundaries[layer - 1].unflatten(leaves)
 
-    def gradient_after(self, layer: int) -> Tensor | None:
-        """Return a gradient of the output of `layer`; None for the loss."""
-        return None if layer == self.num_layers - 1 else self._like_output(layer)
+    def gradients_after(self, layer: int) -> list[Tensor | None]:
+        """Return gradients of the tensors of the output of `layer`; None for the loss."""
+        if layer == self.num_layers - 1:
+            return [None]
+        return [self._like(spec) if spec.has_gradient else None for spec in self.boundaries[layer].leaves]
 
     def boundary_bytes(self, layer: int) -> int:
         """Return the bytes that cross behind `layer`; none before the first and behind the last."""
@@ -164,9 +171,8 @@ class ModelOnDevice:
         """Wait until the device has completed its work."""
         wait_for_stream(self.device)
 
-    def _like_output(self, layer: int) -> Tensor:
-        spec = self.boundaries[layer]
-        make = torch.randn if _is_differentiable(spec.dtype) else torch.zeros
+    def _like(self, spec: BoundarySpec) -> Tensor:
+        make = torch.randn if is_differentiable(spec.dtype) else torch.zeros
         return make(spec.shape, dtype=spec.dtype, device=self.device)
 
 
@@ -240,12 +246,11 @@ class Hop:
         yield
         output = self._forward(boundary)
         yield
-        gradient = self.model.gradient_after(self.layers.stop - 1)
+        gradients = self.model.gradients_after(self.layers.stop - 1)
         yield
-        if output.requires_grad:
-            torch.autograd.backward(output, gradient)
-        outgoing = boundary.grad
-        del boundary, output, gradient
+        whole_backward(self._roots(output, gradients))
+        outgoing = [leaf.grad for leaf in leaves_of(boundary)]
+        del boundary, output, gradients
         yield
         del outgoing
 
@@ -254,24 +259,28 @@ class Hop:
         yield
         output = self._forward(boundary)
         yield
-        gradient = self.model.gradient_after(self.layers.stop - 1)
+        gradients = self.model.gradients_after(self.layers.stop - 1)
         yield
         # The graph of I stays until W, as that of a layer does which other layers of its hop follow.
-        graph = None if self.is_last else output.view_as(output)
+        graph = None if self.is_last else mapped(lambda leaf: leaf.view_as(leaf), output)
         yield
-        outgoing, weight_half = input_gradient([(output, gradient)], boundary, self._held.parameters(self.layers))
-        del boundary, output, gradient
+        roots = self._roots(output, gradients)
+        outgoing, weight_half = input_gradient(roots, leaves_of(boundary), self._held.parameters(self.layers))
+        del boundary, output, gradients, roots
         yield
         weight_half()
         del weight_half, graph
         yield
         del outgoing
 
-    def _boundary(self) -> Tensor:
-        boundary = self.model.boundary_before(self.layers.start, alike=self._alike)
-        return boundary if self.is_first else boundary.requires_grad_(_is_differentiable(boundary.dtype))
+    def _boundary(self) -> Any:
+        return self.model.boundary_before(self.layers.start, alike=self._alike)
 
-    def _forward(self, boundary: Tensor) -> Tensor:
+    def _roots(self, output: Any, gradients: list[Tensor | None]) -> Roots:
+        pairs = zip(leaves_of(output), gradients, strict=True)
+        return [each for each in pairs if self.is_last or each[1] is not None]
+
+    def _forward(self, boundary: Any) -> Any:
         """Run F; samples are read outside it, as in a step."""
         samples = self.model.samples
         output = self._held.forward(
@@ -285,10 +294,6 @@ class Hop:
 def _in_phases(steps: Iterator[None], *names: str) -> Phases:
     """Name the phases that end with each `yield` of `steps`, and with its end. They must be called in this order."""
     return dict.fromkeys(names, partial(next, steps, None))
-
-
-def _is_differentiable(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
 
 
 _WARM_UP = 3
@@ -383,7 +388,7 @@ def sized_layer(resident: ResidentLayers) -> LayerCost:
         again = None
     behind = model.boundary_bytes(layer)
     halves = own.working_halves if again is None else max(own.working_halves, again.working_halves)
-    samples = KEPT_MICRO_BATCHES * sum(tensor.nbytes for tensor in tree_leaves(model.samples[:2]))
+    samples = KEPT_MICRO_BATCHES * sum(tensor.nbytes for tensor in leaves_of(model.samples[:2]))
     return LayerCost(
         f"{model.kind(layer)} {layer}",
         0.0,
