@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from chameleon_ft.config import Health, Recovery
 from chameleon_ft.coordinator.state.state import Phase
 from chameleon_ft.errors import ControlError
-from chameleon_ft.protocol.messages import Crashed, Drain, HostHello, Quiesced, Ready, Started
+from chameleon_ft.protocol.messages import Crashed, Drain, Evaluated, HostHello, Quiesced, Ready, Started
 from tests.coordinator.histories import AGENT, History, new_state
 
 WORKERS = st.integers(0, 4)
@@ -203,11 +203,23 @@ class MemberRuns(RuleBasedStateMachine):
             self.history.tell(worker, Started(generation=generation))
 
     @precondition(lambda self: self.history.state.phase is Phase.TRAINING)
-    @rule(finish=RARELY)
-    def commit(self, finish: bool) -> None:
+    @rule(finish=RARELY, evaluate=st.booleans())
+    def commit(self, finish: bool, evaluate: bool = False) -> None:
         upcoming = self.history.state.switches.next
         checkpoint = self.history.state.checkpoints.schedule.is_requested
-        self.history.commit(switch=upcoming is not None and upcoming.is_switching, finish=finish, checkpoint=checkpoint)
+        switch = upcoming is not None and upcoming.is_switching
+        self.history.commit(switch=switch, finish=finish, checkpoint=checkpoint, evaluate=evaluate)
+
+    @rule(worker=WORKERS, step=st.none() | st.integers(0, 12), late=st.integers(-1, 1))
+    def evaluated(self, worker: int, step: int | None, late: int) -> None:
+        """Report an evaluation, by default that which is due."""
+        if not self.connected(worker):
+            return
+        state = self.history.state
+        step = (state.evaluations.pending or 1) - 1 if step is None else step
+        sums = {"loss": 2.0, "terms": 4.0, "samples": 4, "labels": 0.0, "metrics": (("accuracy", 1.0),)}
+        fields = {"generation": state.generation - late, "step": step, "seconds": 0.1, "longest_s": 0.01}
+        self.history.tell(worker, Evaluated(**sums, **fields))
 
     @precondition(lambda self: self.history.state.phase is Phase.TRAINING and self.history.state.committed < 12)
     @rule(worker=WORKERS, speed=st.sampled_from([0.5, 0.8, 1.0]))

@@ -6,10 +6,12 @@ from collections.abc import Iterable
 
 from chameleon_ft.coordinator.commands import (
     Command,
+    CompleteCheckpoint,
     DistrustCheckpoints,
     Drop,
     Finish,
     Launch,
+    NoteEvaluation,
     Record,
     Send,
     Task,
@@ -44,6 +46,22 @@ def check(before: State, event: Event, after: State, commands: Iterable[Command]
     _check_members(after)
     _check_progress(after)
     _check_health(before, after, commands)
+    _check_evaluations(after, commands)
+
+
+def _check_evaluations(after: State, commands: tuple[Command, ...]) -> None:
+    pending, newest = after.evaluations.pending, after.evaluations.newest
+    assert pending is None or newest is None or newest <= pending, "of a state that is trained again, nothing is known"
+    for command in commands:
+        match command:
+            case Launch(spec=spec):
+                assert spec.evaluate == (pending is not None)
+                assert pending in (None, spec.first_step), "an evaluation that was interrupted is of the same state"
+            case CompleteCheckpoint(step=step, evaluation=evaluation) if evaluation:
+                assert step == newest
+            case NoteEvaluation(step=step, values=values):
+                assert (step, pending) == (newest, None)
+                assert values["loss"] == 0.5
 
 
 def _check_numbers(before: State, after: State, commands: tuple[Command, ...], *, is_return: bool) -> None:
