@@ -1,4 +1,4 @@
-"""A model of transformers trained through failures, beside its own forward in a plain loop."""
+"""A model of transformers with experts, trained through failures, beside its own forward in a plain loop."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from chameleon_ft.config import Batch, Parallel, Recovery, RunConfig
 from chameleon_ft.data import SampleOrder
 from chameleon_ft.data.samples import load_micro_batch
 from chameleon_ft.job import load_job
+from chameleon_ft.models.transformers import causal_terms
 from tests.harness import assert_trained_as_if_nothing_failed, fails, small_config, train_here
 from tests.models.transformers_families import VOCAB, family, whole_model
 
@@ -27,9 +28,10 @@ class Sentences:
     def __len__(self) -> int:
         return 50
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
         ids = torch.randint(VOCAB, (LENGTH,), generator=torch.Generator().manual_seed(index))
-        return ids, torch.where(torch.arange(LENGTH) < LENGTH - index % 3, ids, -100)
+        mask = torch.arange(LENGTH) < LENGTH - index % 3
+        return {"input_ids": ids, "attention_mask": mask.long(), "labels": torch.where(mask, ids, -100)}
 
 
 def job(folder: str = "") -> Job:
@@ -41,7 +43,8 @@ def job(folder: str = "") -> Job:
 @pytest.mark.multiprocess
 def test_a_model_goes_through_two_failures_as_in_a_plain_loop(tmp_path: Path) -> None:
     folder = tmp_path / "model"
-    whole_model(family("gemma2")).save_pretrained(folder)
+    model = family("qwen3_moe", tie_word_embeddings=True, output_router_logits=True, router_aux_loss_coef=0.1)
+    whole_model(model).save_pretrained(folder)
     base = small_config(
         tmp_path,
         steps=20,
@@ -69,13 +72,17 @@ def losses_of_transformers(config: RunConfig, folder: Path) -> list[float]:
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
     job = load_job(config.job, config)
     optimizer, order = torch.optim.AdamW(model.parameters(), lr=3e-3), SampleOrder(len(job.dataset), config.seed)
-    losses = []
+    losses: list[float] = []
     for step in range(config.steps):
-        ids, labels = load_micro_batch(job.dataset, order, step * config.batch.samples, config.batch.samples)
-        loss = model(ids, labels=labels).loss
+        first, size = step * config.batch.samples, config.batch.micro_batch_size
+        batches = [load_micro_batch(job.dataset, order, first + n, size) for n in range(0, config.batch.samples, size)]
+        terms = [causal_terms(labels) for _, labels in batches]
         optimizer.zero_grad()
-        loss.backward()
+        losses.append(0.0)
+        for (fields, labels), own in zip(batches, terms, strict=True):
+            loss = model(**fields, labels=labels).loss * own / sum(terms)
+            loss.backward()
+            losses[-1] += loss.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        losses.append(loss.item())
     return losses
