@@ -113,6 +113,7 @@ def test_the_time_of_a_step_includes_its_update(monkeypatch: pytest.MonkeyPatch)
             commit=lambda *_, **__: SimpleNamespace(vote="a vote"), begin_exchange=lambda: done.append("exchange begun")
         ),
         executor=SimpleNamespace(rank=SimpleNamespace(device="the device")),
+        evaluator=None,
         migration=SimpleNamespace(has_shadow_holders=False, resume=lambda: None),
     )
     StepLoop._commit(loop, computed, start_s=0.0)
