@@ -72,11 +72,12 @@ def load_readable(
     """
     samples: dict[int, Any] = {}
     errors: dict[int, Exception] = {}
-    for row in range(2 * count):
+    for row, (index, epoch) in enumerate(order.draws_at(first, 2 * count)):
         if row >= count and samples:
             break
         try:
-            (samples[row],) = _read(dataset, order, first + row, 1, reading)
+            with reading(index):
+                samples[row] = read_sample(dataset, index, seed=order.seed, epoch=epoch)
         except Exception as error:  # noqa: BLE001 - of the dataset
             errors[row] = error
     if not samples:
@@ -249,7 +250,7 @@ class SamplesInOrder:
 
     def micro_batch(self, first: int, count: int) -> tuple[Any, Any]:
         """Return so many samples, by `collated`; in the rows of those left out there are others."""
-        if self._order is not None:
+        if self._order is not None and (self.left_out or self._is_tolerant):
             pair, errors = load_readable(self._dataset, self._order, first, count, collate=self._collate)
             if (unknown := errors.keys() - self.left_out_of(first, count)) and not self._is_tolerant:
                 raise errors[min(unknown)]

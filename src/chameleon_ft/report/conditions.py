@@ -300,11 +300,15 @@ def _of_workers(event: Event, later: _Later) -> Described | None:
         case kinds.SlowLink(workers=workers, speed=speed, since_step=step):
             why = f"micro-batches take {1 / speed:.2f} times as long as on other links since step {step}"
             return f"the link of {listed('worker', workers)}", why + _step_times(event), _answer_to_slowness(later)
-        case kinds.Waiting(worker=worker, doing=doing, since_s=since_s, limit_s=limit_s):
+        case kinds.Waiting(worker=worker, doing=doing, since_s=since_s, limit_s=limit_s, host=host):
             limit = "there is no limit to that"
             if limit_s is not None:
                 limit = f"it counts as hung after {duration(limit_s)}"
-            return f"worker {worker}", f"it has been {doing} for {duration(since_s)} or longer", f"none; {limit}"
+            return (
+                f"worker {worker}{f' on {host}' if host else ''}",
+                f"it has been {doing} for {duration(since_s)} or longer",
+                f"none; {limit}",
+            )
         case kinds.LoaderEnded(worker=worker, loader=loader, doing=doing):
             why = f"{loader} has ended{f' while {doing}' if doing else ''}"
             return f"worker {worker}", why, "another one took its place, and its reads were done again"

@@ -463,7 +463,8 @@ class RunView:
             case Evaluation():
                 self._is_evaluating = False
             case kinds.Waiting(limit_s=float()):
-                self._reading = f"worker {event.worker} has been {event.doing} for {duration(event.since_s)}"
+                where = f"worker {event.worker}{f' on {event.host}' if event.host else ''}"
+                self._reading = f"{where} has been {event.doing} for {duration(event.since_s)}"
             case decisions.PlanInForce(generation=generation, policy=policy):
                 self._generation, self._policy = generation, policy
                 self.arriving = {}
