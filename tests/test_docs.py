@@ -20,6 +20,7 @@ from chameleon_ft.config import BACKENDS, DEVICES, RunConfig, config_type, parse
 from chameleon_ft.models.checks import boundary_specs, check_loss
 from chameleon_ft.models.optimizer_checks import check_learning_rate, check_optimizer
 from chameleon_ft.models.sample_checks import SampleReads
+from chameleon_ft.worker.inspection import inspect_job
 from tests.models.transformers_families import family, whole_model
 
 ROOT = Path(__file__).parents[1]
@@ -166,6 +167,15 @@ def test_the_code_on_the_page_on_data_runs(tmp_path: Path, monkeypatch: pytest.M
         assert boundary.leaves[0].shape == (2, 64, 256)
         check_loss(job, boundary, 2, device=torch.device("cpu"))
         reads.check()
+
+
+def test_the_code_on_the_page_on_models_runs(tmp_path: Path) -> None:
+    (code,) = blocks(ROOT / "docs" / "models.md", "python")
+    file = tmp_path / "translate.py"
+    file.write_text(code)
+    info = inspect_job(RunConfig(job=str(file)))
+    assert [len(boundary.leaves) for boundary in info.boundaries] == [3] * 5 + [1]
+    assert not info.hints
 
 
 def test_the_code_on_the_page_on_optimizers_runs() -> None:
