@@ -104,7 +104,7 @@ def test_the_time_of_a_step_includes_its_update(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(step_loop, "wait_for_stream", done.append)
     computed: Any = SimpleNamespace(stats=SimpleNamespace(end_s=0.0))
     loop: Any = SimpleNamespace(
-        _checkpoint_is_due=lambda request: False,
+        _checkpoint_is_due=lambda request, *, evaluate: False,
         _snapshot_is_due=lambda: False,
         _commit_context=lambda: None,
         _committed=lambda applied, stats, **_: done.append(f"it ended after {stats.end_s > 0.0 and done[-1]}"),
