@@ -369,6 +369,22 @@ class Job:
         job: Job = models.job_from_transformers(model, attention=attention, targets=targets, **fields)
         return job
 
+    def with_adapters(self, config: Any) -> Job:
+        """Return this job with adapters of peft in its layers, which alone are trained.
+
+        Modules have the names that they have in files of `weights`, as in the model of transformers. An export of the
+        adapters has the format of peft.
+
+        Args:
+            config: of the adapters, such as a `peft.LoraConfig` with its `target_modules`.
+
+        Raises:
+            ConfigError: no layer has such modules, or an option is not supported.
+        """
+        adapters = importlib.import_module("chameleon_ft.models.adapters")
+        job: Job = adapters.with_adapters(self, config)
+        return job
+
     @property
     def num_layers(self) -> int:
         return len(self.layers)

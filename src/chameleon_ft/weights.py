@@ -23,6 +23,8 @@ __all__ = ["Pieces", "Weights"]
 
 INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"
+ADAPTERS: Final = "base_model.model."
+"""What the names begin with that peft gives to parameters of adapters."""
 TYPES: Final = {
     "F64": "float64",
     "F32": "float32",
@@ -73,6 +75,7 @@ class Weights:
         initialized: patterns of names in the files, such as "score.*", of what is not read but initialised.
         ignored: patterns of the names of tensors in the files that the model does not have.
         save_config: folder -> nothing: writes what belongs beside the weights of an export, such as config.json.
+        save_adapters: likewise, beside adapters; `Job.with_adapters` sets it.
     """
 
     path: str | Path | None = None
@@ -80,6 +83,7 @@ class Weights:
     initialized: Sequence[str] = ()
     ignored: Sequence[str] = ()
     save_config: Callable[[Path], object] | None = None
+    save_adapters: Callable[[Path], object] | None = None
 
     def stored_as(self, layer: int, name: str) -> StoredName | None:
         """Return the name of a tensor of a layer in the files; None if it has none."""

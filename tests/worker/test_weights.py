@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
+from peft import LoraConfig, PeftModel
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.nn import functional
 
 from chameleon_ft import ConfigError, Job, load_checkpoint
 from chameleon_ft.cli import main
@@ -50,15 +53,30 @@ def job(weights: str = "") -> Job:
     )
 
 
-def train(weights: Path, out: Path, *, steps: int, failures: tuple[Failure, ...] = (), **changes: Any) -> Ended:
+def adapted_job(weights: str = "") -> Job:
+    """The job with adapters, of which the last and the first layer have none."""
+    made = replace(job(weights), optimizer=partial(torch.optim.AdamW, lr=0.05))
+    return made.with_adapters(LoraConfig(r=2, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"]))
+
+
+def train(
+    weights: Path,
+    out: Path,
+    *,
+    steps: int,
+    function: str = "job",
+    precision: Literal["fp32", "bf16"] = "bf16",
+    failures: tuple[Failure, ...] = (),
+    **changes: Any,
+) -> Ended:
     config = RunConfig(
-        job=f"{__file__}:job",
+        job=f"{__file__}:{function}",
         job_arguments={"weights": str(weights)},
         workers=4,
         parallel=Parallel(dp=2, pp=2, optimizer_redundancy=1),
         batch=Batch(micro_batches=4, micro_batch_size=2),
         steps=steps,
-        precision="bf16",
+        precision=precision,
         checkpoint=Checkpoint(every=3, keep=3),
         recovery=Recovery(policy="reroute"),
         timeouts=PATIENT,
@@ -105,3 +123,31 @@ def test_weights_come_from_transformers_and_go_back_as_they_were_trained(tmp_pat
     with refused(ConfigError):
         export_weights(ended.run, tmp_path / "plain")
     assert not [*tmp_path.glob(".*")]
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft uses it
+@pytest.mark.multiprocess
+def test_adapters_alone_are_trained_and_peft_reads_them(tmp_path: Path) -> None:
+    """Through the loss of a worker, with stages that have nothing to train."""
+    transformers_llama(MODEL).save_pretrained(tmp_path / "model")
+    ended = train(
+        tmp_path / "model",
+        tmp_path / "run",
+        steps=5,
+        function="adapted_job",
+        precision="fp32",
+        failures=(fails(1, step=2),),
+    )
+    assert ended.lost == {1}
+    assert_as_the_plain_loop(ended)
+    assert main(["export", str(ended.run.path), "--to", str(tmp_path / "lora"), "--step", "3", "--adapters"]) == 0
+
+    from transformers import LlamaForCausalLM
+
+    model = PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(tmp_path / "model"), tmp_path / "lora")
+    ids, targets = Same()[0]
+    loss = functional.cross_entropy(model(ids[None]).logits[0], targets)
+    losses = {each.step: each.loss for each in ended.run.steps()}
+    assert losses[0] > losses[3] == pytest.approx(loss.item(), rel=1e-5)
+    with refused(ConfigError):
+        export_weights(ended.run, tmp_path / "merged")

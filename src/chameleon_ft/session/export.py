@@ -25,7 +25,7 @@ from chameleon_ft.session.configuration import NamedStep, checkpoint_of
 from chameleon_ft.storage.checkpoints import read_mark
 from chameleon_ft.storage.files import RunDirectory
 from chameleon_ft.storage.stores import Directory, Storage
-from chameleon_ft.weights import INDEX, SINGLE, names_of, views_of
+from chameleon_ft.weights import ADAPTERS, INDEX, SINGLE, Weights, names_of, views_of
 from chameleon_ft.worker.checkpoint import read_layer, single_process
 from chameleon_ft.worker.inspection import users_errors
 
@@ -33,6 +33,7 @@ ExportFormat: TypeAlias = Literal["safetensors", "dcp", "state_dict"]
 ExportType: TypeAlias = Literal["float32", "bfloat16", "float16"]
 
 STATE_DICT: Final = "pytorch_model.bin"
+ADAPTER_FILE: Final = "adapter_model.safetensors"
 _FILE_BYTES: Final = 5 << 30
 _STATE: Final = "module/"
 
@@ -54,6 +55,7 @@ def export_weights(
     step: NamedStep = None,
     form: ExportFormat = "safetensors",
     dtype: ExportType | None = None,
+    adapters: bool = False,
     file_bytes: int = _FILE_BYTES,
 ) -> Export:
     """Write the weights of a checkpoint into a new folder, which appears once it is complete.
@@ -72,22 +74,35 @@ def export_weights(
     checkpoints, number = checkpoint_of(run, step)
     with users_errors(config):
         job = load_job(config.job, config)
+    weights = job.weights or Weights()
+    has_adapters = weights.save_adapters is not None
+    if adapters != has_adapters:
+        raise ConfigError(
+            "the job has adapters: export them by --adapters, and merge them into the model by merge_and_unload of peft"
+            if has_adapters
+            else "--adapters: the job has none; leave the flag out, or give it some by Job.with_adapters"
+        )
+    if adapters and form != "safetensors":
+        raise ConfigError(f"--adapters: peft reads adapters from safetensors alone, not from {form}")
     count = Counted(None if dtype is None else getattr(torch, dtype))
-    tensors = count.of(stored_tensors(job, checkpoints, number))
+    found = stored_tensors(job, checkpoints, number)
+    tensors = count.of((name, each) for name, each in found if name.startswith(ADAPTERS) or not adapters)
     try:
         to.parent.mkdir(parents=True, exist_ok=True)
         with Directory(to.parent).writing(to.name) as draft:
             draft.mkdir()
-            if form == "safetensors":
+            if adapters:
+                save_file(dict(tensors), draft / ADAPTER_FILE, metadata={"format": "pt"})
+            elif form == "safetensors":
                 write_safetensors(tensors, draft, file_bytes=file_bytes)
             elif form == "dcp":
                 with single_process():
                     save(dict(tensors), storage_writer=FileSystemWriter(draft), no_dist=True)
             else:
                 torch.save(dict(tensors), draft / STATE_DICT)
-            if job.weights is not None and job.weights.save_config is not None:
+            if (save_beside := weights.save_adapters if adapters else weights.save_config) is not None:
                 with users_errors(config):
-                    job.weights.save_config(draft)
+                    save_beside(draft)
             _sync(draft)
     except OSError as error:
         raise ConfigError(f"{to}: cannot be written ({error.strerror}); name another folder") from None

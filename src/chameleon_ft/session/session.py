@@ -348,6 +348,7 @@ class Session:
         step: NamedStep = None,
         form: ExportFormat = "safetensors",
         dtype: ExportType | None = None,
+        adapters: bool = False,
     ) -> Export:
         """Write the weights of a checkpoint, by default the newest, into a new folder, as `chameleon export` does.
 
@@ -356,7 +357,7 @@ class Session:
         """
         from chameleon_ft.session.export import export_weights
 
-        return export_weights(self._watcher.run, Path(to), step=step, form=form, dtype=dtype)
+        return export_weights(self._watcher.run, Path(to), step=step, form=form, dtype=dtype, adapters=adapters)
 
     def _raise_failure(self) -> None:
         """Raise the error that has ended the run, once."""

@@ -37,6 +37,8 @@ class ExportArguments:
     ] = "safetensors"
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Cast to this type; by default that in which they are trained, which under bf16 is float32."""
+    adapters: bool = False
+    """Write the adapters alone, as peft reads them."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -47,6 +49,6 @@ def main(arguments: Sequence[str]) -> int:
     from chameleon_ft.session.export import export_weights
 
     step = named_checkpoint("--step", given.step)
-    made = export_weights(run, given.to, step=step, form=given.format, dtype=given.dtype)
+    made = export_weights(run, given.to, step=step, form=given.format, dtype=given.dtype, adapters=given.adapters)
     print(f"step {made.step}: {made.tensors} tensors, {data_size(made.num_bytes)}, in {made.folder}")
     return 0
