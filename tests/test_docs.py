@@ -16,12 +16,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from chameleon_ft.cli.main import COMMANDS, main
-from chameleon_ft.config import BACKENDS, DEVICES, RunConfig, config_type, parse_fields
+from chameleon_ft.config import BACKENDS, DEVICES, LlamaConfig, RunConfig, config_type, parse_fields
+from chameleon_ft.models.build import initial_layer
 from chameleon_ft.models.checks import boundary_specs, check_loss
 from chameleon_ft.models.optimizer_checks import check_learning_rate, check_optimizer
 from chameleon_ft.models.sample_checks import SampleReads
+from chameleon_ft.models.weights import check_weights
 from chameleon_ft.worker.inspection import inspect_job
 from tests.models.transformers_families import family, whole_model
+from tests.models.transformers_llama import transformers_llama
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -207,7 +210,7 @@ def test_the_code_on_the_page_on_transformers_runs(tmp_path: Path, monkeypatch: 
 @pytest.mark.multiprocess
 def test_the_code_on_the_page_on_weights_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    first, session = blocks(ROOT / "docs" / "weights.md", "python")
+    first, session, adapters = blocks(ROOT / "docs" / "weights.md", "python")
     Path("finetune.py").write_text(first)
     Path("pretrained").mkdir()
     block = {
@@ -225,6 +228,13 @@ def test_the_code_on_the_page_on_weights_runs(tmp_path: Path, monkeypatch: pytes
     trained = load_file("out/model.safetensors")
     assert trained.keys() == stored.keys() - {"lm_head.weight"} | {"classifier.weight", "classifier.bias"}
     assert all(0 < (trained[name] - stored[name]).abs().max() < 0.1 for name in trained.keys() & stored.keys())
+    transformers_llama(LlamaConfig(vocab_size=50, num_layers=2, dim=16, ffn_dim=24)).save_pretrained("model")
+    names: dict[str, Any] = {}
+    exec(adapters, names)
+    job = names["job"]()
+    check_weights(job)
+    own = [[name for name, each in initial_layer(job, n, 0).named_parameters() if each.requires_grad] for n in range(4)]
+    assert [len(each) for each in own] == [0, 4, 4, 0]
 
 
 def test_the_diff_in_the_readme_is_that_of_the_examples() -> None:

@@ -24,7 +24,7 @@ __all__ = ["Pieces", "Weights"]
 INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"
 ADAPTERS: Final = "base_model.model."
-"""What the names begin with that peft gives to parameters of adapters."""
+"""The beginning of the names that peft gives to parameters of adapters."""
 TYPES: Final = {
     "F64": "float64",
     "F32": "float32",

@@ -7,6 +7,7 @@ has the modules of a layer at these places.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -62,9 +63,10 @@ def with_adapters(job: Job, config: Any) -> Job:
                 path = next(path for path in adapted if name.startswith(f"{path}."))
                 stored[name] = f"{ADAPTERS}{places[path]}{name.removeprefix(path).replace(_ADAPTER_NAME, '')}"
         names.append({name: each for name, each in stored.items() if each is not None})
-    if not any(stored.startswith(ADAPTERS) for own in names for stored in own.values() if isinstance(stored, str)):
+    if not any(each.startswith(ADAPTERS) for own in names for each in own.values() if isinstance(each, str)):
+        asked = config.target_modules if isinstance(config.target_modules, str) else sorted(config.target_modules)
         raise ConfigError(
-            f"the adapters are for {config.target_modules}, and no layer has such modules; name some of "
+            f"the adapters have the target_modules {asked}, and no layer has such modules; name some of "
             f"{', '.join(every[:3])} and others"
         )
     source = job.weights or Weights()
@@ -111,7 +113,10 @@ def _adapt(module: nn.Module, places: Mapping[str, str], config: Any) -> tuple[s
             parent = parent.get_submodule(name)
         parent.add_module(own, module.get_submodule(path))
     try:
-        peft.inject_adapter_in_model(copy.deepcopy(config), tree)
+        with warnings.catch_warnings():
+            # A pattern that is of other layers.
+            warnings.simplefilter("ignore", RuntimeWarning)
+            peft.inject_adapter_in_model(copy.deepcopy(config), tree)
     except ValueError as error:
         if type(error).__name__ == "NoMatchingPeftModuleError":
             return ()
