@@ -301,6 +301,11 @@ class ModelOptimizer:
         said = self._job.elementwise
         return self.kind_of(place) in _ELEMENTWISE if said is None else said
 
+    @property
+    def first_trained(self) -> int:
+        """The first layer with a parameter that is trained."""
+        return min((layer for (layer, _), each in self.parameters.items() if each.requires_grad), default=0)
+
     def hold(self, parts: Iterable[tuple[Place, nn.Parameter]]) -> None:
         """Update these parts from now on, each a parameter or a slice of it, without any state but an initial one."""
         held = list(parts)

@@ -438,7 +438,9 @@ class _StepExecution:
             assert message is not None
             spec = executor.rank.boundaries[operation.layers.start - 1]
             leaves = zip(message, spec.leaves, strict=True)
-            boundary = spec.unflatten([each.detach().requires_grad_(leaf.has_gradient) for each, leaf in leaves])
+            is_trained = operation.layers.start > executor.held.first_trained
+            given = [each.detach().requires_grad_(leaf.has_gradient and is_trained) for each, leaf in leaves]
+            boundary = spec.unflatten(given)
         # With a graph even if no backward follows: without one torch may choose other kernels, with other last bits.
         saved = SavedActivations(
             executor.held,

@@ -242,6 +242,11 @@ class HeldLayers:
         self._renew_optimizer(masters)
 
     @property
+    def first_trained(self) -> int:
+        """The first layer of the model with a parameter that is trained: a backward ends there."""
+        return self._optimizer.first_trained
+
+    @property
     def layers(self) -> frozenset[int]:
         return frozenset(self._layers) - self.arriving
 

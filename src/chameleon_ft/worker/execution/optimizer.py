@@ -201,11 +201,13 @@ class LayerOptimizer:
 
     Attributes:
         owned: layer -> the ranges of units that the rank owns; None: it updates all parameters of its layers.
+        first_trained: the first layer of the model with a parameter that is trained.
     """
 
     def __init__(self, job: Job, model: ModelOptimizer | None = None) -> None:
         self._job = job
         self._model = ModelOptimizer(job) if model is None else model.anew()
+        self.first_trained = self._model.first_trained
         self._updating = _Updating()
         self._values_json: str | None = ""
         self.owned: Mapping[int, Sequence[Range]] | None = None
