@@ -45,6 +45,7 @@ _SPEED_ON_HOSTS: Final = 0.1  # likewise, and without taking the processors
 _LASTING: Final[tuple[FailureKind, ...]] = ("slow", "slow", "slow-link", "nan", "corrupt", "corrupt")
 _IN_BF16: Final = 0.2  # of the runs
 _IN_SLICES: Final = 0.35  # of the runs, in some of which a failure hits the exchange of parameters
+_ROUTED: Final = 0.3  # of the runs
 _WITH_SNAPSHOTS: Final = 0.35  # of the runs, in some of which a failure comes while one is being taken
 _LONGEST_DELAY_S: Final = 0.2  # some steps
 _BY_CHECKPOINT: Final = "restart"  # the policy that restarts after every loss
@@ -96,6 +97,7 @@ class DrawnRun:
         strikes: signals to its processes, in the order of their steps.
         owners: of a slice of the optimizer's state; None if every holder keeps all of it.
         snapshots: most steps that are repeated with them, and how they are kept; None for none.
+        routed: whether blocks have routers, with auxiliary losses, metrics, and sums over the step.
     """
 
     seed: int
@@ -116,6 +118,7 @@ class DrawnRun:
     strikes: tuple[Strike, ...] = ()
     owners: int | None = None
     snapshots: tuple[int, Literal["copy", "parity"]] | None = None
+    routed: bool = False
 
     @property
     def workers(self) -> int:
@@ -138,6 +141,7 @@ class DrawnRun:
             f"checkpoint every {self.checkpoint_every}" if self.checkpoint_every else "no checkpoint",
             *([self.precision] if self.precision != "fp32" else []),
             *(["dropout"] if self.dropout else []),
+            *(["routed"] if self.routed else []),
             *(["respawn"] if self.respawn else []),
             *([f"{self.owners} owners"] if self.owners is not None else []),
             *(["snapshots every {}, {}".format(*self.snapshots)] if self.snapshots is not None else []),
@@ -166,6 +170,7 @@ def draw(seed: int, *, joins: bool = False, strikes: bool = False) -> DrawnRun:
 def _drawn(seed: int, steps: tuple[int, int], *, joins: bool) -> DrawnRun:
     """Return a run without strikes, of a number of steps between two."""
     run = _in_slices(random.Random(f"slices {seed}"), _draw(seed, steps, joins=joins))
+    run = replace(run, routed=random.Random(f"routed {seed}").random() < _ROUTED)
     return _with_snapshots(random.Random(f"snapshots {seed}"), run)
 
 

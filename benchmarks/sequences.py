@@ -77,6 +77,7 @@ def _trained(folder: Path, drawn: DrawnRun, *, job: str) -> Findings:
 
 def config_of(drawn: DrawnRun, directory: Path, *, job: str = "") -> TrainConfig:
     """Return the configuration of a drawn run, with its text in `directory`; `job`: the file of another job."""
+    job = job or ("_routed_llama.py" if drawn.routed else "")
     own = {"job": f"{Path(__file__).parent / job}:job"} if job else {}
     respawn = {"respawn": True, "respawn_delay_s": 0.2} if drawn.respawn else {}
     every, mode = drawn.snapshots or (0, "copy")

@@ -36,7 +36,7 @@ def test_everything_is_drawn() -> None:
     assert {failure.phase for failure in failures} == {*get_args(FailurePhase)} - {"evaluation"}
     assert {failure.kind for failure in failures} == {*get_args(FailureKind)} - {*LASTING_KINDS}
     assert {run.policy for run in runs} == set(get_args(PolicyName))
-    assert {run.split_backward for run in runs} == {False, True}
+    assert {run.split_backward for run in runs} == {run.routed for run in runs} == {False, True}
     assert {len(run.failures) for run in runs} == {1, 2, 3, 4}
     at_once = Counter((run.seed, f.step, f.phase) for run in runs for f in run.failures)
     assert max(at_once.values()) > 1
