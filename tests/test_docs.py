@@ -22,6 +22,7 @@ from chameleon_ft.models.checks import boundary_specs, check_loss
 from chameleon_ft.models.optimizer_checks import check_learning_rate, check_optimizer
 from chameleon_ft.models.sample_checks import SampleReads
 from chameleon_ft.models.weights import check_weights
+from chameleon_ft.side_outputs import collecting
 from chameleon_ft.worker.inspection import inspect_job
 from tests.models.transformers_families import family, whole_model
 from tests.models.transformers_llama import transformers_llama
@@ -173,12 +174,23 @@ def test_the_code_on_the_page_on_data_runs(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_the_code_on_the_page_on_models_runs(tmp_path: Path) -> None:
-    (code,) = blocks(ROOT / "docs" / "models.md", "python")
+    code, experts, router = blocks(ROOT / "docs" / "models.md", "python")
     file = tmp_path / "translate.py"
     file.write_text(code)
     info = inspect_job(RunConfig(job=str(file)))
     assert [len(boundary.leaves) for boundary in info.boundaries] == [3] * 5 + [1]
     assert not info.hints
+    names: dict[str, Any] = {}
+    exec(experts, names)
+    exec(router, names)
+    with collecting() as beside:
+        assert names["Experts"]()(torch.randn(2, 5, 64)).shape == (2, 5, 64)
+    assert set(beside.names) == {"auxiliary_loss", "largest_load"}
+    own = names["Router"]()
+    own(torch.randn(2, 5, 64))
+    assert own.load.sum() == 10
+    own.after_step({"load": own.load})
+    assert own.bias.abs().max() > 0
 
 
 def test_the_code_on_the_page_on_optimizers_runs() -> None:
