@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Sequence
@@ -42,8 +43,12 @@ def written(directory: Path, **changes: Any) -> Path:
 
 def kill_a_rank(processes: Sequence[psutil.Process]) -> None:
     """Kill the newest rank among the processes; they tell by their names what they are."""
-    [*_, rank] = (each for each in processes if each.name().startswith("worker "))
-    rank.kill()
+    ranks = []
+    for each in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if each.name().startswith("worker "):
+                ranks.append(each)
+    ranks[-1].kill()
 
 
 def assert_complete(ended: Ended) -> None:

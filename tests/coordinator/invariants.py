@@ -50,7 +50,7 @@ def check(before: State, event: Event, after: State, commands: Iterable[Command]
 
 
 def _check_evaluations(after: State, commands: tuple[Command, ...]) -> None:
-    pending, newest = after.evaluations.pending, after.evaluations.newest
+    pending, newest = after.evaluations.pending, max(after.evaluations.results, default=None)
     assert pending is None or newest is None or newest <= pending, "of a state that is trained again, nothing is known"
     for command in commands:
         match command:
@@ -58,7 +58,7 @@ def _check_evaluations(after: State, commands: tuple[Command, ...]) -> None:
                 assert spec.evaluate == (pending is not None)
                 assert pending in (None, spec.first_step), "an evaluation that was interrupted is of the same state"
             case CompleteCheckpoint(step=step, evaluation=evaluation) if evaluation:
-                assert step == newest
+                assert evaluation == after.evaluations.of(step)
             case NoteEvaluation(step=step, values=values):
                 assert (step, pending) == (newest, None)
                 assert values["loss"] == 0.5

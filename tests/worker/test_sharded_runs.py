@@ -21,6 +21,7 @@ from chameleon_ft.models.llama import llama_job
 from chameleon_ft.optim import combined, matrices
 from chameleon_ft.storage.files import RunDirectory
 from chameleon_ft.worker.checkpoint import read_layer
+from tests.configs import unhurried
 from tests.harness import (
     assert_as_the_plain_loop,
     assert_trained_as_if_nothing_failed,
@@ -121,11 +122,11 @@ def test_the_other_owner_is_lost_once_slices_have_two_again(tmp_path: Path) -> N
 
 
 def test_without_redundancy_a_loss_returns_to_a_checkpoint(tmp_path: Path) -> None:
-    config = small_config(
-        tmp_path, parallel=sharing(1), checkpoint=Checkpoint(every=3), failures=(fails(3, step=7, phase="gather"),)
-    )
+    # Slow steps, so that a checkpoint is written by then.
+    failures = (*unhurried(6, speed=0.25), fails(3, step=13, phase="gather"))
+    config = small_config(tmp_path, steps=16, parallel=sharing(1), checkpoint=Checkpoint(every=3), failures=failures)
     ended = train_here(config, tmp_path / "run")
-    assert ended.code == 0
+    assert ended.code == 0, ended.summary["reason"]
     (failure,) = ended.failures
     assert failure.policy == "checkpoint"
     assert "the optimizer's state of layers 2-3 is lost" in failure.action

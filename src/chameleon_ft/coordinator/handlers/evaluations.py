@@ -85,7 +85,7 @@ def evaluated(draft: Draft, worker: Worker, message: messages.Evaluated) -> None
     evaluations = state.evaluations.ended({name: value for name, value in named.items() if value is not None})
     draft.state = replace(state, evaluations=evaluations, outcomes=state.outcomes.evaluated(message.seconds))
     draft.record(result)
-    draft.do(commands.NoteEvaluation(message.step + 1, evaluations.values))
+    draft.do(commands.NoteEvaluation(message.step + 1, evaluations.of(message.step + 1)))
 
 
 def _evaluation(message: messages.Evaluated) -> Evaluation:

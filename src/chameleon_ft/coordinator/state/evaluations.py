@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Final, Self
 
 from chameleon_ft.plan.frozen_map import FrozenMap
+
+_KEPT_RESULTS: Final = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,15 +19,14 @@ class Evaluations:
         request: number of the newest request.
         is_wanted: whether a user has asked for an evaluation that is not complete.
         pending: steps trained when the evaluation began that is not complete; None if there is none.
-        newest: steps trained at the newest evaluation that is complete.
-        values: its results by name, those that are finite numbers.
+        results: by steps trained, the finite results by name of the newest evaluations, of whose states checkpoints may
+            still be being written.
     """
 
     request: int = 0
     is_wanted: bool = False
     pending: int | None = None
-    newest: int | None = None
-    values: Mapping[str, float] = FrozenMap({})
+    results: Mapping[int, Mapping[str, float]] = FrozenMap({})
 
     def begun(self, committed: int) -> Self:
         """Note that all workers evaluate after so many steps."""
@@ -33,11 +34,13 @@ class Evaluations:
 
     def ended(self, values: Mapping[str, float]) -> Self:
         """Note that the evaluation is complete."""
-        return replace(self, is_wanted=False, pending=None, newest=self.pending, values=FrozenMap(values))
+        assert self.pending is not None
+        known = dict(sorted(self.results.items())[1 - _KEPT_RESULTS :]) | {self.pending: FrozenMap(values)}
+        return replace(self, is_wanted=False, pending=None, results=FrozenMap(known))
 
     def of(self, step: int) -> Mapping[str, float]:
-        """Return the results after so many steps, if they are the newest."""
-        return self.values if step == self.newest else FrozenMap({})
+        """Return the results after so many steps, if they are known."""
+        return self.results.get(step, FrozenMap({}))
 
     def requested(self) -> Self:
         """Note another request."""
@@ -45,5 +48,7 @@ class Evaluations:
 
     def continued(self, first_step: int) -> Self:
         """Note that a generation begins: if with another state, steps are trained again before the evaluation."""
-        after = self if self.newest is None or self.newest <= first_step else replace(self, newest=None)
+        after = replace(
+            self, results=FrozenMap({step: own for step, own in self.results.items() if step <= first_step})
+        )
         return after if self.pending == first_step else replace(after, pending=None)
