@@ -36,7 +36,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Pair:
-    """What the encoder and the decoder have made so far, with the mask of the source and what nobody uses."""
+    """The outputs of the encoder and the decoder, the mask of the source, and a tensor that no later layer uses."""
 
     source: Any
     target: Any
