@@ -62,7 +62,7 @@ def message(text: str) -> None:
     file, test = os.environ["PYTEST_CURRENT_TEST"].rsplit(" ", 1)[0].split("::", 1)
     path = ROOT / file
     folder = path.relative_to(ROOT / "tests").parent
-    _messages(_FOLDER / "messages" / f"{'-'.join(folder.parts) or 'top'}.txt").check(path.name, test, normalised(text))
+    _messages(_FOLDER / "messages" / f"{'-'.join(folder.parts) or 'top'}.txt").check(path, test, normalised(text))
 
 
 @cache
@@ -86,22 +86,32 @@ class _Messages:
             file, _, test = heading.partition("::")
             texts = re.split(r"(?m)^- ", items.strip("\n"))[1:]
             self.sections[file, test] = [text.strip("\n").replace("\n  ", "\n") for text in texts]
-        self._rewritten: set[str] = set()
+        self._rewritten: set[tuple[str, str]] = set()
         self._used: dict[tuple[str, str], int] = {}
 
-    def check(self, file: str, test: str, text: str) -> None:
+    def check(self, file: Path, test: str, text: str) -> None:
         text = text.strip("\n")
-        key, number = (file, test), self._used.get((file, test), 0)
+        key = (file.name, test)
+        number = self._used.get(key, 0)
         self._used[key] = number + 1
         if _IS_REWRITTEN:
+            if "PYTEST_XDIST_WORKER" in os.environ:
+                raise pytest.UsageError(
+                    "several processes would write one file: use `make golden`, or give -p no:xdist"
+                )
             self._rewrite(file, key, text)
         known = self.sections.get(key, [])[number:][:1]
         assert [text] == known, f"{self.path}: `make golden` rewrites it"
 
-    def _rewrite(self, file: str, key: tuple[str, str], text: str) -> None:
-        if file not in self._rewritten:
-            self._rewritten.add(file)
-            self.sections = {known: texts for known, texts in self.sections.items() if known[0] != file}
+    def _rewrite(self, file: Path, key: tuple[str, str], text: str) -> None:
+        """Replace the messages of this test, and remove those of tests that its file no longer has."""
+        if key not in self._rewritten:
+            self._rewritten.add(key)
+            self.sections.pop(key, None)
+            tests = set(re.findall(r"\bdef (test_\w+)\(", file.read_text(encoding="utf-8")))
+            for section in list(self.sections):
+                if section[0] == file.name and not tests & set(re.split(r"\W+", section[1])):
+                    del self.sections[section]
         self.sections.setdefault(key, []).append(text)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         lines = []
