@@ -45,13 +45,22 @@ _SPEED_ON_HOSTS: Final = 0.1  # likewise, and without taking the processors
 _LASTING: Final[tuple[FailureKind, ...]] = ("slow", "slow", "slow-link", "nan", "corrupt", "corrupt")
 _IN_BF16: Final = 0.2  # of the runs
 _IN_SLICES: Final = 0.35  # of the runs, in some of which a failure hits the exchange of parameters
-_ROUTED: Final = 0.3  # of the runs
+_WITH_PART: Final = 0.3  # of the runs, each part by itself
+_WITH_EVALUATION: Final = 0.4  # of the runs, in some of which a failure comes during one
+_LONGEST_DELAY_IN_EVALUATION_S: Final = 0.02
+_MAX_EVALUATED: Final = 25  # samples
 _WITH_SNAPSHOTS: Final = 0.35  # of the runs, in some of which a failure comes while one is being taken
 _LONGEST_DELAY_S: Final = 0.2  # some steps
 _BY_CHECKPOINT: Final = "restart"  # the policy that restarts after every loss
 _WITHOUT_MOVES: Final = ("reroute", "recycle", _BY_CHECKPOINT)  # whose recoveries have no transition
 _SALVAGING: Final = ("chameleon", "reroute")  # policies that complete an interrupted step
 _MOVING: Final = tuple(name for name in get_args(PolicyName) if name not in _WITHOUT_MOVES)
+
+Part = Literal["routed", "experts", "trees", "tied", "frozen", "optimizer", "stream"]
+"""What a model has beside the built-in Llama: routers with auxiliary losses, metrics and sums over the step; mixtures
+of experts; trees between layers; a tied head; frozen layers; an optimizer with groups, several optimizers or averages,
+each by a schedule; or its data as a stream.
+"""
 
 Target = Literal[
     "coordinator", "background process", "agent", "fork server", "worker", "launcher", "all", "disk", "link"
@@ -67,6 +76,7 @@ class Strike:
         step: of the run; the signal is sent after its commit.
         delay_s: from that commit to the signal.
         worker: the number of the worker, if the target is one.
+        in_evaluation: whether it waits for an evaluation after that step or a later one, and then for `delay_s`.
         kind: SIGKILL; SIGSTOP, with SIGCONT two seconds later; or SIGTERM. A disk is full for two seconds, a link is
             cut until a worker is lost, and the coordinator is cut off for some seconds.
     """
@@ -76,10 +86,12 @@ class Strike:
     target: Target
     kind: StrikeKind
     worker: int | None = None
+    in_evaluation: bool = False
 
     def __str__(self) -> str:
         target = self.target if self.worker is None else f"worker {self.worker}"
-        return f"{self.kind} {target} {self.delay_s * 1e3:.0f} ms after {self.step}"
+        after = f"evaluating {self.step}" if self.in_evaluation else f"{self.step}"
+        return f"{self.kind} {target} {self.delay_s * 1e3:.0f} ms after {after}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +109,8 @@ class DrawnRun:
         strikes: signals to its processes, in the order of their steps.
         owners: of a slice of the optimizer's state; None if every holder keeps all of it.
         snapshots: most steps that are repeated with them, and how they are kept; None for none.
-        routed: whether blocks have routers, with auxiliary losses, metrics, and sums over the step.
+        parts: of the model, beside the built-in Llama.
+        evaluation: steps between two evaluations, and their samples; None for none.
     """
 
     seed: int
@@ -118,7 +131,8 @@ class DrawnRun:
     strikes: tuple[Strike, ...] = ()
     owners: int | None = None
     snapshots: tuple[int, Literal["copy", "parity"]] | None = None
-    routed: bool = False
+    parts: tuple[Part, ...] = ()
+    evaluation: tuple[int, int] | None = None
 
     @property
     def workers(self) -> int:
@@ -141,10 +155,11 @@ class DrawnRun:
             f"checkpoint every {self.checkpoint_every}" if self.checkpoint_every else "no checkpoint",
             *([self.precision] if self.precision != "fp32" else []),
             *(["dropout"] if self.dropout else []),
-            *(["routed"] if self.routed else []),
+            *self.parts,
             *(["respawn"] if self.respawn else []),
             *([f"{self.owners} owners"] if self.owners is not None else []),
             *(["snapshots every {}, {}".format(*self.snapshots)] if self.snapshots is not None else []),
+            *(["evaluation every {} of {}".format(*self.evaluation)] if self.evaluation is not None else []),
         ]
         drains = "".join(f", drain {worker} in {step}" for step, worker in self.drains)
         strikes = "".join(f", {strike}" for strike in self.strikes)
@@ -163,15 +178,31 @@ def draw(seed: int, *, joins: bool = False, strikes: bool = False) -> DrawnRun:
         strikes: whether its other processes are hit, too, at moments that are no named phases.
     """
     if strikes:
-        return _struck(random.Random(f"strikes {seed}"), _drawn(seed, _STEPS_WITH_STRIKES, joins=True))
+        run = _struck(random.Random(f"strikes {seed}"), _drawn(seed, _STEPS_WITH_STRIKES, joins=True))
+        return _struck_in_evaluations(random.Random(f"struck evaluations {seed}"), run)
     return _drawn(seed, _STEPS_WITH_JOINS if joins else _STEPS, joins=joins)
 
 
 def _drawn(seed: int, steps: tuple[int, int], *, joins: bool) -> DrawnRun:
     """Return a run without strikes, of a number of steps between two."""
     run = _in_slices(random.Random(f"slices {seed}"), _draw(seed, steps, joins=joins))
-    run = replace(run, routed=random.Random(f"routed {seed}").random() < _ROUTED)
-    return _with_snapshots(random.Random(f"snapshots {seed}"), run)
+    parts = tuple(part for part in get_args(Part) if random.Random(f"{part} {seed}").random() < _WITH_PART)
+    run = _with_snapshots(random.Random(f"snapshots {seed}"), replace(run, parts=parts))
+    return _with_evaluation(random.Random(f"evaluation {seed}"), run)
+
+
+def _with_evaluation(rng: random.Random, run: DrawnRun) -> DrawnRun:
+    """Return the run, perhaps with evaluations, and then perhaps with a failure during one."""
+    if rng.random() >= _WITH_EVALUATION:
+        return run
+    failures = tuple(
+        failure.model_copy(update={"phase": "evaluation"})
+        if failure.phase in ("forward", "backward", "vote", "checkpoint") and rng.random() < 0.5
+        else failure
+        for failure in run.failures
+    )
+    every = rng.choice((1, 1, 2, 3) if run.steps <= max(_STEPS) else (1, 5, 10, 20))
+    return replace(run, evaluation=(every, rng.randint(1, _MAX_EVALUATED)), failures=failures)
 
 
 def _with_snapshots(rng: random.Random, run: DrawnRun) -> DrawnRun:
@@ -285,6 +316,19 @@ def _struck_on_hosts(rng: random.Random, run: DrawnRun) -> DrawnRun:
         checkpoint_every=run.checkpoint_every or 20,
         respawn=True,
     )
+
+
+def _struck_in_evaluations(rng: random.Random, run: DrawnRun) -> DrawnRun:
+    """Return the run with some of its strikes during evaluations, if it has any."""
+    if run.evaluation is None:
+        return run
+    strikes = (
+        replace(strike, in_evaluation=True, delay_s=rng.uniform(0, _LONGEST_DELAY_IN_EVALUATION_S))
+        if strike.step + run.evaluation[0] < run.steps and rng.random() < 0.5
+        else strike
+        for strike in run.strikes
+    )
+    return replace(run, strikes=tuple(strikes))
 
 
 def _lasting(rng: random.Random, run: DrawnRun) -> Failure:

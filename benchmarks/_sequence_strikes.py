@@ -122,15 +122,16 @@ class _Striker(threading.Thread):
         self._command = command
         self._run = run
         self._due = due
-        self._committed = -1
 
     def run(self) -> None:
-        rows = Tail(self._run.metrics_file)
+        rows, events = Tail(self._run.metrics_file), Tail(self._run.events_file)
+        committed = evaluating = -1
         while self._due and self._command.is_running:
-            for row in rows.new():
-                self._committed = max(self._committed, row["step"])
-            if self._committed >= self._due[0].step:
-                strike = self._due.popleft()
+            committed = max([committed, *(row["step"] for row in rows.new())])
+            evaluating = max([evaluating, *(each["step"] for each in events.new() if each["event"] == "evaluating")])
+            strike = self._due[0]
+            if (evaluating if strike.in_evaluation else committed) >= strike.step:
+                self._due.popleft()
                 time.sleep(strike.delay_s)
                 began = time.time()
                 if self._strike(strike):

@@ -20,18 +20,20 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any, get_args
 
 import torch
 
 from benchmarks._common import Bar, Report, new_folder, report_arguments
 from benchmarks._neighbours import progress
-from benchmarks._sequence_checks import Findings, look_at
-from benchmarks._sequence_draws import DrawnRun, draw
+from benchmarks._sequence_checks import EVALUATION_TOLERANCES, Findings, look_at
+from benchmarks._sequence_draws import DrawnRun, Part, draw
 from benchmarks._sequence_strikes import train_on_hosts, train_under_strikes
 from chameleon_ft.config import (
     SLOWNESS,
     Batch,
     Checkpoint,
+    Evaluation,
     Health,
     LlamaConfig,
     Parallel,
@@ -58,27 +60,32 @@ def main() -> int:
     folder = new_folder(given.out)
     seeds = range(given.seed, given.seed + given.runs)
     runs = [draw(seed, joins=given.joins, strikes=given.strikes) for seed in seeds]
-    trained = partial(_trained, folder, job=given.job)
+    if given.part:
+        runs = [replace(run, parts=tuple(dict.fromkeys((*run.parts, given.part)))) for run in runs]
+    trained = partial(_trained, folder)
     with ProcessPoolExecutor(given.jobs, mp_context=multiprocessing.get_context("spawn")) as processes:
         findings = list(processes.map(trained, runs))
     return _report(list(zip(runs, findings, strict=True))).emit(folder, as_json=given.json)
 
 
-def _trained(folder: Path, drawn: DrawnRun, *, job: str) -> Findings:
+def _trained(folder: Path, drawn: DrawnRun) -> Findings:
     """Train a drawn run; its directory remains if it has problems."""
     torch.set_num_threads(1)  # more threads of the plain loop would compete with the workers
     directory, start = folder / f"seed-{drawn.seed}", time.perf_counter()
-    findings = run_drawn(drawn, directory, job=job)
+    findings = run_drawn(drawn, directory)
     progress(f"{drawn}\n  in {time.perf_counter() - start:.1f} s {findings}")
     if not findings.problems:
         shutil.rmtree(directory)
     return findings
 
 
-def config_of(drawn: DrawnRun, directory: Path, *, job: str = "") -> TrainConfig:
-    """Return the configuration of a drawn run, with its text in `directory`; `job`: the file of another job."""
-    job = job or ("_routed_llama.py" if drawn.routed else "")
-    own = {"job": f"{Path(__file__).parent / job}:job"} if job else {}
+def config_of(drawn: DrawnRun, directory: Path) -> TrainConfig:
+    """Return the configuration of a drawn run, with its text in `directory`."""
+    own: dict[str, Any] = {}
+    if drawn.parts or drawn.evaluation:
+        own = {"job": "benchmarks._drawn_llama:job", "job_arguments": {"parts": " ".join(drawn.parts)}}
+    if drawn.evaluation:
+        own["evaluation"] = Evaluation(every=drawn.evaluation[0], samples=drawn.evaluation[1])
     respawn = {"respawn": True, "respawn_delay_s": 0.2} if drawn.respawn else {}
     every, mode = drawn.snapshots or (0, "copy")
     return small_config(
@@ -102,6 +109,7 @@ def config_of(drawn: DrawnRun, directory: Path, *, job: str = "") -> TrainConfig
             ffn_dim=64,
             seq_len=16,
             dropout=drawn.dropout,
+            tie_embeddings="tied" in drawn.parts,
         ),
         checkpoint=Checkpoint(every=drawn.checkpoint_every),
         health=Health(detect_slow=any(failure.kind in SLOWNESS for failure in drawn.failures), slow_links="all"),
@@ -112,9 +120,8 @@ def config_of(drawn: DrawnRun, directory: Path, *, job: str = "") -> TrainConfig
     )
 
 
-def run_drawn(drawn: DrawnRun, directory: Path, *, job: str = "") -> Findings:
+def run_drawn(drawn: DrawnRun, directory: Path) -> Findings:
     """Train a drawn run in a new directory, and check its records."""
-    config_in = partial(config_of, drawn, job=job)
     directory.mkdir()
     if drawn.strikes:
         train = train_on_hosts if drawn.is_on_hosts else train_under_strikes
@@ -123,14 +130,14 @@ def run_drawn(drawn: DrawnRun, directory: Path, *, job: str = "") -> Findings:
             if any(strike.target == "disk" for strike in drawn.strikes):
                 place = stack.enter_context(small_disk(directory / "disk", megabytes=_DISK_MB))
             run = RunDirectory(place / "run")
-            code, left, struck = train(config_in(directory), run, directory, drawn.strikes)
+            code, left, struck = train(config_of(drawn, directory), run, directory, drawn.strikes)
             spoiled = min((failure.step for failure in drawn.failures if failure.kind == "corrupt"), default=None)
             findings = look_at(run, exit_code=code, first_spoiled=spoiled, struck=struck)
             if findings.problems and place != directory:
                 shutil.copytree(run.path, directory / "run")
         return replace(findings, problems=(*findings.problems, *left))
     view = _DrainingView(RunDirectory(directory / "run"), dict(drawn.drains))
-    ended = train_here(config_in(directory), directory / "run", view=view)
+    ended = train_here(config_of(drawn, directory), directory / "run", view=view)
     return look_at(ended.run, exit_code=ended.code)
 
 
@@ -170,9 +177,17 @@ def _report(runs: Sequence[tuple[DrawnRun, Findings]]) -> Report:
             *_counts("policy", [run.policy for run, _ in runs], [p for _, found in runs for p in found.policies]),
             *_counts("precision", [run.precision for run, _ in runs], []),
             *_counts("owners of a slice", [run.owners or "all" for run, _ in runs], []),
+            *_counts("part", [part for run, _ in runs for part in run.parts], []),
+            ("runs with evaluations", str(sum(run.evaluation is not None for run, _ in runs)), ""),
+            ("evaluations", "", str(sum(findings.evaluations for _, findings in runs))),
             *_counts("layout", [f"{run.dp} x {run.pp}" for run, _ in runs], []),
             *_counts("failures of a run", [len(run.failures) for run, _ in runs], [len(f.fired) for _, f in runs]),
             *_counts("strike", [f"{s.kind} {s.target}" for run, _ in runs for s in run.strikes], []),
+            (
+                "strikes during an evaluation",
+                str(sum(strike.in_evaluation for run, _ in runs for strike in run.strikes)),
+                str(sum(findings.struck_evaluations for _, findings in runs)),
+            ),
             *_counts("diagnosis:", [f"{truth} is called {said}" for truth, said in diagnosed], []),
             ("drains", str(sum(len(run.drains) for run, _ in runs)), str(sum(found.drained for _, found in runs))),
             ("migrations", "", str(sum(findings.migrations for _, findings in runs))),
@@ -194,6 +209,11 @@ def _report(runs: Sequence[tuple[DrawnRun, Findings]]) -> Report:
             *(
                 Bar(name=f"largest relative deviation of a loss in {name}", value=worst, limit=TOLERANCES[name])
                 for name, worst in worst_losses.items()
+            ),
+            Bar(
+                name="largest relative deviation of an evaluation in fp32",
+                value=max((found.worst_evaluation for run, found in runs if run.precision == "fp32"), default=0.0),
+                limit=EVALUATION_TOLERANCES["fp32"],
             ),
         ),
         results={
@@ -228,11 +248,7 @@ def _arguments() -> argparse.Namespace:
         "workers at random moments, fill disks, cut links between hosts or coordinators off (in network namespaces), "
         "slow workers and links down, and spoil gradients and states, too",
     )
-    for flag, file, text in (
-        ("--streams", "_streamed_llama.py", "read the data as a stream"),
-        ("--varied", "_varied_llama.py", "draw frozen layers, the optimizer, its groups and its schedule, too"),
-    ):
-        parser.add_argument(flag, action="store_const", const=file, default="", dest="job", help=text)
+    parser.add_argument("--part", choices=get_args(Part), help="have all runs have this part")
     given = parser.parse_args()
     for name in ("runs", "jobs"):
         if getattr(given, name) < 1:

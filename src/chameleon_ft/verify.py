@@ -12,7 +12,7 @@ import inspect
 import math
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, Final
@@ -167,8 +167,12 @@ class Verification:
         return "\n".join(lines)
 
 
-def repeat_run(run: RunDirectory, *, limit: int | None = None) -> Iterator[StepComparison]:
+def repeat_run(
+    run: RunDirectory, *, limit: int | None = None, loop_of: Callable[[RunConfig, Job], PlainLoop] | None = None
+) -> Iterator[StepComparison]:
     """Train the job of `run` from its beginning and yield each committed step, up to `limit` of them.
+
+    `loop_of` makes the plain loop.
 
     A forked run begins with the checkpoint that it was forked from. If a run was resumed with another job, it begins
     with the checkpoint that was read then, because the job before is not there any more.
@@ -188,7 +192,7 @@ def repeat_run(run: RunDirectory, *, limit: int | None = None) -> Iterator[StepC
         horizon: load_job(config.job, config.model_copy(update={"horizon_steps": horizon}))
         for horizon in {config.horizon, *(horizon for _, horizon in starts)}
     }
-    loop = PlainLoop(config, jobs[config.horizon])
+    loop = (loop_of or PlainLoop)(config, jobs[config.horizon])
     checkpoints, first = checkpoint_storage(config, run), config.forked.step
     changed = [event for event in events if isinstance(event, JobChanged)]
     if changed:

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks._sequence_checks import Findings, look_at
 from benchmarks._sequence_diagnoses import diagnosed
-from benchmarks._sequence_draws import DrawnRun, Strike, StrikeKind, Target, draw
+from benchmarks._sequence_draws import DrawnRun, Part, Strike, StrikeKind, Target, draw
 from benchmarks._sequence_strikes import Struck
 from benchmarks.sequences import config_of
 from chameleon_ft.config import LASTING_KINDS, FailureKind, FailurePhase, PolicyName
@@ -32,11 +32,11 @@ def test_every_drawn_run_is_a_valid_one(tmp_path: Path) -> None:
 def test_everything_is_drawn() -> None:
     runs = [draw(seed) for seed in range(MANY)]
     failures = [failure for run in runs for failure in run.failures]
-    # The drawn runs have no held-out samples; failures in evaluations have tests of their own.
-    assert {failure.phase for failure in failures} == {*get_args(FailurePhase)} - {"evaluation"}
+    assert {failure.phase for failure in failures} == {*get_args(FailurePhase)}
     assert {failure.kind for failure in failures} == {*get_args(FailureKind)} - {*LASTING_KINDS}
     assert {run.policy for run in runs} == set(get_args(PolicyName))
-    assert {run.split_backward for run in runs} == {run.routed for run in runs} == {False, True}
+    assert {run.split_backward for run in runs} == {run.evaluation is None for run in runs} == {False, True}
+    assert {part for run in runs for part in run.parts} == {*get_args(Part)}
     assert {len(run.failures) for run in runs} == {1, 2, 3, 4}
     at_once = Counter((run.seed, f.step, f.phase) for run in runs for f in run.failures)
     assert max(at_once.values()) > 1
@@ -49,6 +49,7 @@ def test_strikes_hit_every_kind_of_process_in_the_order_of_their_steps() -> None
     strikes = [strike for run in runs for strike in run.strikes]
     assert {strike.target for strike in strikes} == {*get_args(Target)}
     assert {strike.kind for strike in strikes} == {*get_args(StrikeKind)}
+    assert {strike.in_evaluation for strike in strikes} == {False, True}
     for run in runs:
         assert [strike.step for strike in run.strikes] == sorted({strike.step for strike in run.strikes})
         hit = [strike.worker for strike in run.strikes if strike.worker is not None]
@@ -84,6 +85,8 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
         steps=5,
         checkpoint_every=0,
         failures=(fails(1, step=2),),
+        parts=("routed",),
+        evaluation=(2, 3),
     )
     folder = tmp_path_factory.mktemp("drawn")
     return train_here(config_of(run, folder), folder / "run")
@@ -93,7 +96,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
 def test_a_run_as_it_should_be(ended: Ended) -> None:
     found = look_at(ended.run, exit_code=ended.code)
     assert found.problems == ()
-    assert (found.ended, found.transitions, found.repeated_steps) == ("finished", 1, 0)
+    assert (found.ended, found.transitions, found.repeated_steps, found.evaluations) == ("finished", 1, 0, 2)
     assert [fault["worker"] for fault in found.fired] == [1]
 
 
@@ -122,6 +125,8 @@ def of_kind(lines: list[dict[str, Any]], name: str) -> dict[str, Any]:
         (lambda lines: of_kind(lines, "failure").update(worker=2), "has workers that are lost"),
         (lambda lines: of_kind(lines, "failure").update(worker=2), "and lost are"),
         (lambda lines: of_kind(lines, "failure").update(noticed_by="checksum"), "the state of no worker was spoiled"),
+        (lambda lines: of_kind(lines, "evaluation").update(loss=5.0), "the evaluation after 1 has loss 5.0"),
+        (lambda lines: lines.remove(of_kind(lines, "evaluation")), "evaluated were the steps [3], and due [1, 3]"),
         (lambda lines: lines.append({"event": "refused", "time": 0.0, "address": "", "reason": ""}), "not understood"),
     ],
 )
@@ -137,6 +142,7 @@ def test_what_is_wrong_with_an_event_is_found(
     ("change", "problem"),
     [
         (lambda steps: steps[3].update(loss=steps[3]["loss"] * 1.0001), "it is not the plain loop"),
+        (lambda steps: steps[3]["metrics"].update(largest_load=1.0), "step 3 has"),
         (lambda steps: steps.append(steps[4]), "is trained again, and no failure says so"),
         (lambda steps: steps.append({**steps[4], "loss": 1.0}), "was trained again with another loss"),
         (lambda steps: steps[1].update(samples=3), "some steps do not have 4 samples"),

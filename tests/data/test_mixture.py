@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chameleon_ft.cli import main
-from chameleon_ft.config import Batch, Checkpoint, Data, Failure, LlamaConfig, Parallel, TrainConfig
+from chameleon_ft.config import Batch, Checkpoint, Data, LlamaConfig, Parallel, TrainConfig
 from chameleon_ft.data import Mixture, MixtureOrder, SampleOrder, check_data, prepare_data, sample_order
 from chameleon_ft.data.samples import TokenWindows, load_micro_batch
 from chameleon_ft.errors import ConfigError, DataError
@@ -21,7 +21,7 @@ from chameleon_ft.job_record import JobRecord
 from chameleon_ft.models.llama import llama_job
 from chameleon_ft.models.sample_checks import SampleReads
 from tests.golden import refused
-from tests.harness import resume_here, train_here
+from tests.harness import fails, resume_here, small_config, train_here
 
 WEIGHTS = st.one_of(st.integers(1, 100).map(Fraction), st.decimals("0.001", 50, places=3).map(Fraction))
 SOURCES = st.lists(st.tuples(st.integers(1, 40), WEIGHTS), min_size=1, max_size=5)
@@ -192,17 +192,19 @@ def test_a_mixture_that_says_two_things_is_refused(values: dict[str, object]) ->
 def test_a_run_reads_its_mixture_through_a_failure_and_a_resume(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = mixed(tmp_path, 3.0, 1.0).model_copy(update={"output_dir": None})
-    values = {
-        **config.model_dump(exclude_unset=True),
-        "workers": 2,
-        "parallel": Parallel(dp=2, pp=1),
-        "batch": Batch(micro_batches=2, micro_batch_size=8),
-        "steps": 4,
-        "checkpoint": Checkpoint(every=2),
-        "failures": (Failure(step=1, worker=1, phase="backward"),),
-    }
-    ended = train_here(TrainConfig.model_validate(values), tmp_path / "run")
+    config = mixed(tmp_path, 3.0, 1.0)
+    config = small_config(
+        tmp_path,
+        workers=2,
+        steps=4,
+        parallel=Parallel(dp=2, pp=1),
+        batch=Batch(micro_batches=2, micro_batch_size=8),
+        checkpoint=Checkpoint(every=2),
+        model=config.model,
+        data=config.data,
+        failures=(fails(1, step=1, phase="backward"),),
+    )
+    ended = train_here(config, tmp_path / "run")
     assert ended.code == 0
     # The larger source ends its first epoch in step 3.
     resumed = resume_here(ended, steps=6)

@@ -12,21 +12,13 @@ from benchmarks.sequences import run_drawn
 pytestmark = pytest.mark.multiprocess
 
 
-VARIED = "_varied_llama.py"  # with frozen layers, and optimizers of their own
-
-
-@pytest.mark.parametrize(("seed", "job"), [(2, ""), (8, VARIED), (10, ""), (20, VARIED), (25, ""), (33, VARIED)])
-def test_a_drawn_run_is_trained_as_if_nothing_had_failed(tmp_path: Path, seed: int, job: str) -> None:
+# Together they have all parts of models, and trees between layers beside all else.
+@pytest.mark.parametrize("seed", [1, 5, 40, 113, 141, 236])
+def test_a_drawn_run_is_trained_as_if_nothing_had_failed(tmp_path: Path, seed: int) -> None:
     drawn = draw(seed)
     print(drawn)  # with the number to repeat it by: python -m benchmarks.sequences --runs 1 --seed N
-    findings = run_drawn(drawn, tmp_path / "drawn", job=job)
+    findings = run_drawn(drawn, tmp_path / "drawn")
     print(findings)
-    assert not findings.problems
-
-
-def test_a_drawn_run_reads_a_stream(tmp_path: Path) -> None:
-    """Its reader fails in a transition."""
-    findings = run_drawn(draw(10), tmp_path / "drawn", job="_streamed_llama.py")
     assert not findings.problems
 
 
