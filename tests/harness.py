@@ -112,6 +112,21 @@ def small_config(directory: Path, **changes: Any) -> TrainConfig:
     return TrainConfig(**{**fields, "parallel": undivided(fields["parallel"])})
 
 
+def train_job(job: str | Path, path: Path, *, view: View | None = None, **changes: Any) -> Ended:
+    """Train a job of one's own as `train_here` does: on two pipelines of two stages, with long timeouts."""
+    parallel = changes.get("parallel", Parallel(dp=2, pp=2))
+    fields = {
+        "job": str(job),
+        "workers": parallel.dp * parallel.pp,
+        "parallel": parallel,
+        "batch": Batch(micro_batches=4, micro_batch_size=2),
+        "timeouts": PATIENT,
+        "health": Health(detect_slow=False),
+        "preflight": Preflight(min_speed=0.0),
+    }
+    return train_here(RunConfig(**{**fields, **changes}), path, view=view)
+
+
 def newest_child(launcher: Command) -> psutil.Process:
     """Return the coordinator of a launcher, once another one has been replaced."""
     return max(psutil.Process(launcher.pid).children(), key=psutil.Process.create_time)

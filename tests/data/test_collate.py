@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from chameleon_ft.config import Batch, Parallel, RunConfig
 from chameleon_ft.data import SampleOrder
 from chameleon_ft.data.samples import SamplesInOrder, collated, load_micro_batch
 from chameleon_ft.errors import ConfigError
@@ -20,7 +19,7 @@ from chameleon_ft.job import Job
 from chameleon_ft.models.checks import boundary_specs, check_evaluation
 from chameleon_ft.models.sample_checks import SampleReads
 from tests.golden import refused
-from tests.harness import assert_trained_as_if_nothing_failed, fails, train_here
+from tests.harness import assert_trained_as_if_nothing_failed, fails, train_job
 
 PLACE = (1, 5)
 TEXTS = ["a b c", "b", "c d", "d a b c e"]
@@ -169,14 +168,6 @@ def test_a_run_with_a_data_collator_that_masks_at_random(tmp_path: Path) -> None
     tokenizer()
     file = tmp_path / "rows.py"
     file.write_text(JOB)
-    config = RunConfig(
-        job=str(file),
-        workers=4,
-        parallel=Parallel(dp=2, pp=2),
-        steps=6,
-        batch=Batch(micro_batches=4, micro_batch_size=2),
-        failures=(fails(1, step=3, phase="backward"),),
-    )
-    ended = train_here(config, tmp_path / "run")
+    ended = train_job(file, tmp_path / "run", steps=6, failures=(fails(1, step=3, phase="backward"),))
     assert ended.lost == {1}
     assert_trained_as_if_nothing_failed(ended)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 
 from chameleon_ft.config import Batch
 from chameleon_ft.job import Job
@@ -17,6 +21,7 @@ from chameleon_ft.plan.rest import StepProgress
 from chameleon_ft.schedule import Operation, OperationKind, best_program
 from chameleon_ft.sync import Segment, gradient_rounds, gradient_segments, tied_segments
 from chameleon_ft.worker.communicators.base import CommunicationError
+from chameleon_ft.worker.execution import executor
 from chameleon_ft.worker.execution.executor import Executor
 from chameleon_ft.worker.execution.gradients import GradientBuffers
 from chameleon_ft.worker.execution.layers import HeldLayers
@@ -106,6 +111,19 @@ class Rest:
         return [key for key in buffers.totals if not added.isdisjoint(key)]
 
 
+@contextmanager
+def _one_computes_at_a_time() -> Iterator[None]:
+    """The threads share torch's random numbers, of which every forward sets the key."""
+    compute, lock = executor._StepExecution._compute, threading.Lock()
+
+    def alone(self: Any, *arguments: Any) -> Sequence[Tensor] | None:
+        with lock:
+            return compute(self, *arguments)
+
+    with mock.patch.object(executor._StepExecution, "_compute", alone):
+        yield
+
+
 class Cluster:
     """All workers of a plan, in threads."""
 
@@ -135,10 +153,11 @@ class Cluster:
             )
             for worker, each in self.workers.items()
         ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with _one_computes_at_a_time():
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
         for each in self.workers.values():
             if each.error is not None:
                 raise each.error

@@ -13,17 +13,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from chameleon_ft.config import Batch, Evaluation, Parallel, RunConfig
+from chameleon_ft.config import Batch, Evaluation, Parallel
 from chameleon_ft.data import SampleOrder
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.job import Job, Precision
-from chameleon_ft.keys import init_key
 from chameleon_ft.models.checks import boundary_specs, check_evaluation, check_loss
 from chameleon_ft.models.fields import with_fields
 from chameleon_ft.models.sample_checks import SampleReads, first_micro_batch
 from chameleon_ft.worker.execution.layers import HeldLayers
 from tests.golden import refused
-from tests.harness import PATIENT, assert_trained_as_if_nothing_failed, fails, train_here
+from tests.harness import assert_trained_as_if_nothing_failed, fails, train_job
+from tests.worker.plainly import losses_of
 
 SAMPLES, LENGTH, IDS, WIDTH, STEPS = 96, 6, 11, 8, 6
 BATCH = Batch(micro_batches=4, micro_batch_size=2)
@@ -115,13 +115,8 @@ def job(*, streamed: bool = False) -> Job:
 @cache
 def losses_of_a_plain_loop(streamed: bool) -> list[float]:
     """Train on all samples of a step at once, by a model that is called as anyone would call it."""
-    layers: list[Any] = []
-    for number, factory in enumerate(LAYERS):
-        torch.manual_seed(init_key(0, number))
-        layers.append(factory())
-    optimizer = torch.optim.AdamW(nn.ModuleList(layers).parameters(), lr=0.02)
-    losses = []
-    for step in range(STEPS):
+
+    def mean(layers: list[Any], step: int) -> Tensor:
         first = step * BATCH.samples
         ids = range(first, first + BATCH.samples) if streamed else SampleOrder(SAMPLES, 0).ids(step, BATCH.samples)
         rows = [row(int(index)) for index in ids]
@@ -129,31 +124,24 @@ def losses_of_a_plain_loop(streamed: bool) -> list[float]:
         x = layers[2](layers[1](layers[0](fields["input_ids"])), position_ids=fields["position_ids"])
         for block in layers[3:5]:
             x = block(x, fields["document_ids"], importance=fields["importance"])
-        labels = fields["labels"]
-        mean = functional.cross_entropy(layers[5](x).flatten(0, 1), labels.flatten())
-        optimizer.zero_grad()
-        mean.backward()
-        optimizer.step()
-        losses.append(mean.item())
-    return losses
+        return functional.cross_entropy(layers[5](x).flatten(0, 1), fields["labels"].flatten())
+
+    return losses_of(LAYERS, partial(torch.optim.AdamW, lr=0.02), range(STEPS), mean)
 
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("streamed", [False, True])
 def test_fields_reach_layers_on_all_workers_through_failures(tmp_path: Path, streamed: bool) -> None:
     """A middle stage is rerouted, and the reader of the stream is lost."""
-    config = RunConfig(
-        job=f"{__file__}:job",
+    ended = train_job(
+        f"{__file__}:job",
+        tmp_path / "run",
         job_arguments={"streamed": streamed},
-        workers=6,
         parallel=Parallel(dp=2, pp=3),
-        batch=BATCH,
         steps=STEPS,
         evaluation=Evaluation(every=3),
-        timeouts=PATIENT,
         failures=(fails(1, step=2, phase="backward"), fails(0, step=4, phase="forward")),
     )
-    ended = train_here(config, tmp_path / "run")
     assert ended.lost == {0, 1}
     assert [each.loss for each in ended.run.steps()] == pytest.approx(losses_of_a_plain_loop(streamed), rel=1e-5)
     assert_trained_as_if_nothing_failed(ended)

@@ -2,38 +2,22 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
 from chameleon_ft.plan.rest import StepProgress
 from chameleon_ft.schedule import Operation, OperationKind
 from chameleon_ft.sync import gradient_segments
 from chameleon_ft.worker.communicators.base import CommunicationError
-from chameleon_ft.worker.execution import executor, reductions
+from chameleon_ft.worker.execution import reductions
 from tests.worker.interrupted import LAYERS, Cluster, Worker, plan_of_pairs
 from tests.worker.switchboard import Line, Switchboard
 from tests.worker.toy import toy_job
 
 F, B, W = OperationKind.FORWARD, OperationKind.BACKWARD, OperationKind.WEIGHT_GRAD
-
-
-@pytest.fixture(autouse=True)
-def _one_computes_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The threads share torch's random numbers, of which every forward sets the key."""
-    compute, lock = executor._StepExecution._compute, threading.Lock()
-
-    def alone(self: Any, *arguments: Any) -> Sequence[Tensor] | None:
-        with lock:
-            return compute(self, *arguments)
-
-    monkeypatch.setattr(executor._StepExecution, "_compute", alone)
 
 
 def test_an_activation_is_held_if_its_gradient_is_sent_again_before_it_is_used() -> None:

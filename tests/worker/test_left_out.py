@@ -7,17 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from chameleon_ft.config import Batch, Checkpoint, Loading, Parallel, RunConfig
+from chameleon_ft.config import Checkpoint, Loading, Parallel
 from chameleon_ft.data import SampleOrder
 from chameleon_ft.data.samples import SamplesInOrder, load_readable
 from chameleon_ft.events.kinds import SampleLeftOut
-from chameleon_ft.keys import init_key
 from chameleon_ft.report.view import RunView
-from tests.harness import Ended, assert_as_the_plain_loop, fails, resume_here, train_here
+from tests.harness import Ended, assert_as_the_plain_loop, fails, resume_here, train_job
+from tests.worker.plainly import losses_of_next_tokens
 
-BATCH, STEPS, SIZE = Batch(micro_batches=4, micro_batch_size=2), 10, 48
+STEPS, SIZE = 10, 48
 ORDER = SampleOrder(SIZE, 0)
 
 
@@ -80,11 +79,9 @@ def test_the_plain_loop_raises_the_error_of_a_sample_that_a_run_could_read() -> 
 
 
 JOB = """
-from functools import partial
 from pathlib import Path
 import torch
-from torch import nn
-from chameleon_ft import Job
+from tests.worker.plainly import next_tokens
 
 class Rows:
     def __len__(self):
@@ -97,34 +94,16 @@ class Rows:
         tokens = (index + torch.arange(9)) % 16
         return tokens[:-1], tokens[1:]
 
-def loss(output, targets):
-    return nn.functional.cross_entropy(output.flatten(0, 1), targets.flatten(), reduction="sum")
-
 def job():
-    layers = [partial(nn.Embedding, 16, 8), partial(nn.Linear, 8, 8), partial(nn.Linear, 8, 16)]
-    sgd = partial(torch.optim.SGD, lr=0.5)
-    return Job(layers=layers, loss=loss, loss_terms=lambda targets: targets.numel(), dataset=Rows(), optimizer=sgd)
+    return next_tokens(Rows())
 """
 
 
 def plain_losses(left_out: dict[int, set[int]], steps: int) -> list[float]:
     """Train as anyone would, without the samples that are left out of each step."""
-    layers: list[nn.Module] = []
-    for number, sizes in enumerate([(16, 8), (8, 8), (8, 16)]):
-        torch.manual_seed(init_key(0, number))
-        layers.append(nn.Linear(*sizes) if number else nn.Embedding(*sizes))
-    model, losses = nn.Sequential(*layers), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    for step in range(steps):
-        ids = [index for index in ORDER.ids(step, 8) if index not in left_out.get(step, ())]
-        tokens = torch.stack([(index + torch.arange(9)) % 16 for index in ids])
-        output = model(tokens[:, :-1])
-        mean = nn.functional.cross_entropy(output.flatten(0, 1), tokens[:, 1:].flatten())
-        optimizer.zero_grad()
-        mean.backward()
-        optimizer.step()
-        losses.append(mean.item())
-    return losses
+    ids = [[index for index in ORDER.ids(step, 8) if index not in left_out.get(step, ())] for step in range(steps)]
+    tokens = [[(index + torch.arange(9)) % 16 for index in own] for own in ids]
+    return losses_of_next_tokens([[(each[:-1], each[1:]) for each in own] for own in tokens])
 
 
 def left_out_of(ended: Ended) -> dict[int, set[int]]:
@@ -153,17 +132,14 @@ def test_all_workers_leave_out_the_same_samples(tmp_path: Path, processes: int) 
     here = {ids[step][row] for step in (2, 5) for row in (0, 3, 4, 7)} - always
     file = tmp_path / "rows.py"
     file.write_text(JOB.format(always=always, here=here))
-    config = RunConfig(
-        job=str(file),
-        workers=4,
-        parallel=Parallel(dp=2, pp=2),
+    ended = train_job(
+        file,
+        tmp_path / "run",
         steps=6,
-        batch=BATCH,
         checkpoint=Checkpoint(every=3),
         loading=Loading(processes=processes, on_error="skip"),
         failures=(fails(2, step=4, phase="backward"),),
     )
-    ended = train_here(config, tmp_path / "run")
     assert ended.code == 0, ended.summary["reason"]
     assert ended.lost == {2}
     left_out = left_out_of(ended)

@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from chameleon_ft.config import Batch, Loading, Parallel, RunConfig
+from chameleon_ft.config import Batch, Loading, RunConfig
 from chameleon_ft.data import SampleOrder
 from chameleon_ft.events.kinds import LoaderEnded
 from chameleon_ft.job import Job
 from chameleon_ft.worker.communicators.base import CommunicationError
 from chameleon_ft.worker.execution.micro_batches import DatasetReads, EvaluationReads, RunReads
 from chameleon_ft.worker.loaders import PrefetchedReads, _load
-from tests.harness import assert_trained_as_if_nothing_failed, fails, train_here
+from tests.harness import assert_trained_as_if_nothing_failed, fails, train_job
 from tests.worker.test_slow_reads import plain_losses
 
 BATCH, SAMPLES = Batch(micro_batches=4, micro_batch_size=2), 48
@@ -284,12 +284,10 @@ import os
 import random
 import signal
 import time
-from functools import partial
 from pathlib import Path
 import torch
-from torch import nn
-from chameleon_ft import Job
 from chameleon_ft.data import SampleOrder
+from tests.worker.plainly import next_tokens
 
 KILLS, RAISES = SampleOrder(48, 0).ids(7, 8)[5], SampleOrder(48, 0).ids(8, 8)[2]
 
@@ -320,13 +318,8 @@ class Crops:
         tokens = (random.randrange(100) + torch.arange(9)) % 16
         return tokens[:-1], tokens[1:]
 
-def loss(output, targets):
-    return nn.functional.cross_entropy(output.flatten(0, 1), targets.flatten(), reduction="sum")
-
 def job():
-    layers = [partial(nn.Embedding, 16, 8), partial(nn.Linear, 8, 8), partial(nn.Linear, 8, 16)]
-    sgd = partial(torch.optim.SGD, lr=0.5)
-    return Job(layers=layers, loss=loss, loss_terms=lambda targets: targets.numel(), dataset=Crops(), optimizer=sgd)
+    return next_tokens(Crops())
 """
 
 
@@ -334,16 +327,13 @@ def job():
 def test_loaders_that_are_killed_or_fail_cost_no_worker_and_no_sample(tmp_path: Path) -> None:
     file, steps = tmp_path / "crops.py", 12
     file.write_text(JOB.format(folder=str(tmp_path)))
-    config = RunConfig(
-        job=str(file),
-        workers=4,
-        parallel=Parallel(dp=2, pp=2),
+    ended = train_job(
+        file,
+        tmp_path / "run",
         steps=steps,
-        batch=BATCH,
         loading=Loading(processes=2),
         failures=(fails(3, step=10, phase="backward"),),
     )
-    ended = train_here(config, tmp_path / "run")
     assert ended.lost == {3}, "by its own failure"
     assert (tmp_path / "killed").exists()
     assert (tmp_path / "raised").exists()
@@ -354,4 +344,4 @@ def test_loaders_that_are_killed_or_fail_cost_no_worker_and_no_sample(tmp_path: 
     assert "reads the micro-batch once more itself" in logs
     assert_trained_as_if_nothing_failed(ended)
     losses = [json.loads(line)["loss"] for line in ended.run.metrics_file.read_text().splitlines()]
-    assert losses == pytest.approx(plain_losses(config, steps=steps), rel=1e-5)
+    assert losses == pytest.approx(plain_losses(ended.run.config(), steps=steps), rel=1e-5)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,17 +14,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from chameleon_ft import auxiliary_loss, log
-from chameleon_ft.config import Parallel, RunConfig
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.job import Job
 from chameleon_ft.models.checks import boundary_specs
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.side_outputs import collecting, summed_buffers
 from chameleon_ft.verify import PlainLoop
-from chameleon_ft.worker.execution import executor
 from chameleon_ft.worker.execution.layers import HeldLayers
 from tests.golden import message, refused
-from tests.harness import PATIENT, assert_trained_as_if_nothing_failed, fails, train_here
+from tests.harness import assert_trained_as_if_nothing_failed, fails, train_job
 from tests.models.jobs import Zeros, make_job
 from tests.worker.interrupted import BATCH, LAYERS, Cluster, plan_of_pairs
 from tests.worker.toy import SEED, Penalised, Routed, examined, toy_job, train_plainly
@@ -37,18 +34,6 @@ def job() -> Job:
 
 
 JOB = examined(job(), BATCH.micro_batch_size)
-
-
-@pytest.fixture(autouse=True)
-def _one_computes_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The threads share torch's random numbers, of which every forward sets the key."""
-    compute, lock = executor._StepExecution._compute, threading.Lock()
-
-    def alone(self: Any, *arguments: Any) -> Sequence[Tensor] | None:
-        with lock:
-            return compute(self, *arguments)
-
-    monkeypatch.setattr(executor._StepExecution, "_compute", alone)
 
 
 def test_they_are_found_before_a_run() -> None:
@@ -189,19 +174,10 @@ def test_a_compiled_layer_and_one_with_checkpoints_have_them() -> None:
 
 @pytest.mark.multiprocess
 def test_a_run_records_them_as_the_plain_loop_does_through_a_failure(tmp_path: Path) -> None:
-    config = RunConfig(
-        job=f"{__file__}:job",
-        workers=4,
-        parallel=Parallel(dp=2, pp=2),
-        batch=BATCH,
-        steps=6,
-        timeouts=PATIENT,
-        failures=(fails(3, step=2, phase="backward"),),
-        seed=SEED,
-    )
-    ended = train_here(config, tmp_path / "run")
+    failures = (fails(3, step=2, phase="backward"),)
+    ended = train_job(f"{__file__}:job", tmp_path / "run", batch=BATCH, steps=6, failures=failures, seed=SEED)
     assert_trained_as_if_nothing_failed(ended)
-    loop = PlainLoop(config, job())
+    loop = PlainLoop(ended.run.config(), job())
     records = ended.run.steps()
     assert [each.loss for each in records] == pytest.approx(
         [each.loss for each in train_plainly(job(), BATCH, 6)], rel=1e-5

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from chameleon_ft.config import Batch, Evaluation, Parallel, RunConfig
+from chameleon_ft.config import Evaluation, Parallel
 from chameleon_ft.data import SampleOrder
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.job import BoundarySpec, Job, Precision
-from chameleon_ft.keys import init_key
 from chameleon_ft.models.checks import boundary_specs, check_evaluation, check_loss
 from chameleon_ft.plan import Hop, LayerRange, Route
 from chameleon_ft.plan.plan import RecomputedLayers
@@ -27,10 +26,10 @@ from chameleon_ft.worker.execution.backward import SavedActivations
 from chameleon_ft.worker.execution.layers import HeldLayers
 from chameleon_ft.worker.inspection import boundary_of_message, boundary_to_message
 from tests.golden import refused
-from tests.harness import PATIENT, assert_trained_as_if_nothing_failed, fails, train_here
+from tests.harness import assert_trained_as_if_nothing_failed, fails, train_job
+from tests.worker.plainly import built, losses_of
 
 SAMPLES, LENGTH, IDS, WIDTH, STEPS = 96, 5, 11, 8, 6
-BATCH = Batch(micro_batches=4, micro_batch_size=2)
 CPU = torch.device("cpu")
 
 
@@ -118,46 +117,27 @@ def job() -> Job:
     )
 
 
-def built(seed: int = 0) -> list[Any]:
-    layers = []
-    for number, factory in enumerate(LAYERS):
-        torch.manual_seed(init_key(seed, number))
-        layers.append(factory())
-    return layers
-
-
-def losses_of_a_plain_loop() -> list[float]:
-    model, data = nn.Sequential(*built()), Translations()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-    losses = []
-    for step in range(STEPS):
-        samples = [data[int(index)] for index in SampleOrder(SAMPLES, 0).ids(step, BATCH.samples)]
-        output = model(torch.stack([ids for ids, _ in samples]))
-        targets = torch.stack([each["next"] for _, each in samples])
-        mean = functional.cross_entropy(output["logits"].flatten(0, 1), targets.flatten())
-        optimizer.zero_grad()
-        mean.backward()
-        optimizer.step()
-        losses.append(mean.item())
-    return losses
+def mean_of_step(layers: list[Any], step: int) -> Tensor:
+    samples = [Translations()[int(index)] for index in SampleOrder(SAMPLES, 0).ids(step, 8)]
+    output = nn.Sequential(*layers)(torch.stack([ids for ids, _ in samples]))
+    targets = torch.stack([each["next"] for _, each in samples])
+    return functional.cross_entropy(output["logits"].flatten(0, 1), targets.flatten())
 
 
 @pytest.mark.multiprocess
 def test_an_encoder_and_a_decoder_train_as_in_a_plain_loop_through_failures(tmp_path: Path) -> None:
     """A stage is rerouted, and another one is lost with the loss."""
-    config = RunConfig(
-        job=f"{__file__}:job",
-        workers=6,
+    ended = train_job(
+        f"{__file__}:job",
+        tmp_path / "run",
         parallel=Parallel(dp=2, pp=3),
-        batch=BATCH,
         steps=STEPS,
         evaluation=Evaluation(every=3),
-        timeouts=PATIENT,
         failures=(fails(1, step=2, phase="backward"), fails(5, step=4, phase="forward")),
     )
-    ended = train_here(config, tmp_path / "run")
     assert ended.lost == {1, 5}
-    assert [each.loss for each in ended.run.steps()] == pytest.approx(losses_of_a_plain_loop(), rel=1e-5)
+    plain = losses_of(LAYERS, partial(torch.optim.AdamW, lr=0.02), range(STEPS), mean_of_step)
+    assert [each.loss for each in ended.run.steps()] == pytest.approx(plain, rel=1e-5)
     assert_trained_as_if_nothing_failed(ended)
     assert len(ended.events("evaluation")) >= 2
 
@@ -261,7 +241,7 @@ def test_gradients_are_those_of_plain_torch(split: bool, again: RecomputedLayers
     """In two hops, with the tree between them."""
     inputs, targets = torch.stack([Translations()[each][0] for each in (3, 4)]), Translations()[3][1]
     targets = {"next": torch.stack([targets["next"], Translations()[4][1]["next"]])}
-    plain = built()
+    plain = built(LAYERS)
     loss(nn.Sequential(*plain)(inputs), targets).backward()
     held = HeldLayers(job(), range(6), seed=0, device=CPU)
     route = Route(0, (Hop(0, LayerRange(0, 3)), Hop(1, LayerRange(3, 6))))
