@@ -220,8 +220,8 @@ async def test_no_worker_is_started_again_unless_configured(stage: Stage) -> Non
     assert stage.host.count(Spawn) == 1
 
 
-@scene(**RESPAWNING, device="cuda", backend="nccl")
-async def test_with_nccl_layers_move_before_the_generation_trains(stage: Stage) -> None:
+@scene(**{**RESPAWNING, "recovery": Recovery(policy="repartition", respawn=True, respawn_delay_s=4.0)})
+async def test_under_a_policy_that_stops_to_move_them_layers_move_before_the_generation_trains(stage: Stage) -> None:
     async with watched(stage):
         stage.train()
         await come_back(stage)

@@ -283,12 +283,6 @@ def test_by_default_none_are_taken_where_all_workers_hold_everything() -> None:
     assert (kept.snapshots, kept.no_snapshots) == (None, "")
 
 
-def test_by_default_none_are_taken_over_a_backend_that_cannot_send_them_beside_training() -> None:
-    config = RunConfig(device="cuda", backend="nccl")
-    plan = with_keepers(START, config, {})
-    assert (plan.snapshots, plan.no_snapshots) == (None, "they are not sent over nccl yet")
-
-
 def test_a_run_says_once_that_it_takes_none() -> None:
     history = SnapshotHistory(new_state())
     history.off = "there is no room"

@@ -93,19 +93,19 @@ def config_of(directory: Path, parallel: Parallel, *, optimizer: str = "Mine", m
 def test_a_run_that_may_choose_keeps_such_an_optimizer_whole(tmp_path: Path) -> None:
     config = config_of(tmp_path, Parallel(optimizer_redundancy="auto"))
     info = inspect_job(config)
-    assert (config.owners, info.undivided, info.settled(config).owners) == (2, "Mine", None)
+    assert (config.parallel.owners, info.undivided, info.settled(config).parallel.owners) == (2, "Mine", None)
 
 
 def test_a_run_that_is_told_to_divides_it_by_whole_parameters(tmp_path: Path) -> None:
     config = config_of(tmp_path, Parallel(optimizer_redundancy=2))
-    assert inspect_job(config).settled(config).owners == 2
+    assert inspect_job(config).settled(config).parallel.owners == 2
 
 
 def test_what_the_job_declares_is_divided(tmp_path: Path) -> None:
     config = config_of(tmp_path, Parallel(optimizer_redundancy=3), more=", elementwise=True")
-    assert inspect_job(config).settled(config).owners == 3
+    assert inspect_job(config).settled(config).parallel.owners == 3
 
 
 def test_all_is_all(tmp_path: Path) -> None:
     config = config_of(tmp_path, Parallel(optimizer_redundancy="all"), optimizer="torch.optim.SGD")
-    assert inspect_job(config).settled(config).owners is None
+    assert inspect_job(config).settled(config).parallel.owners is None

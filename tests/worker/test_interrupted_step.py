@@ -11,7 +11,7 @@ from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
 from chameleon_ft.plan.rest import StepProgress
 from chameleon_ft.schedule import Operation, OperationKind
 from chameleon_ft.sync import gradient_segments
-from chameleon_ft.worker.communicators.base import CommunicationError
+from chameleon_ft.worker.communicators.base import CommunicationError, tag_of
 from chameleon_ft.worker.execution import reductions
 from tests.worker.interrupted import LAYERS, Cluster, Worker, plan_of_pairs
 from tests.worker.switchboard import Line, Switchboard
@@ -39,7 +39,9 @@ def test_an_activation_is_held_if_its_gradient_is_sent_again_before_it_is_used()
         with pytest.raises(CommunicationError):
             own.run(worker.state, [forward, backward], after=stop_after_one)
         worker.state.in_flight.clear()
-        board.messages[1, 0, 2 * 2 + 1].put(torch.ones(own.rank.boundaries[1].leaves[0].shape))
+        board.messages[1, 0, tag_of((False, 0, 2), num_layers=LAYERS, is_rest=True)].put(
+            torch.ones(own.rank.boundaries[1].leaves[0].shape)
+        )
         own.resume(
             worker.state,
             [backward],

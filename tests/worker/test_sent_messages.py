@@ -85,7 +85,12 @@ ANSWERED = {activation(number) for number in range(20)}
 def sending(network: Network, state: StepState | None = None, *, activity: Activity | None = None) -> SentMessages:
     buffers = MessageBuffers(receives_ahead=AHEAD, sends_kept=KEPT)
     return SentMessages(
-        state or StepState(0), network, activity or Activity(), buffers=buffers, answered=ANSWERED, num_layers=2
+        state or StepState(0),
+        network,
+        activity or Activity(),
+        buffers=buffers,
+        answered=ANSWERED,
+        tag_of=lambda result: tag_of(*result[:2]),
     )
 
 

@@ -6,16 +6,16 @@ import re
 from pathlib import Path
 
 import chameleon_ft.worker
-from chameleon_ft.worker.communicators.base import Tag, tag_of, tag_of_layer
+from chameleon_ft.worker.communicators.base import Kind, Tag, kind_on_device, tag_of
 
 ROOT = Path(chameleon_ft.worker.__path__[0])
-MAX_RESULTS = 1000 * 4096  # layers and micro-batches
+LAST = (False, 4095, 999)
 
 
 def test_no_kind_of_message_has_the_tag_of_another() -> None:
-    assert all(tag % 2 == 0 for tag in Tag), "NCCL carries those of odd tags on the channels of gradients"
     assert max(Tag) < 1 << 31
-    assert max(tag_of((False, 4095, 999), num_layers=1000), tag_of_layer(MAX_RESULTS)) < min(Tag)
+    assert tag_of(LAST, num_layers=1000) < tag_of((True, 0, 0), num_layers=1000, is_rest=True)
+    assert tag_of(LAST, num_layers=1000, is_rest=True) < min(Tag)
 
 
 def test_results_of_a_step_have_tags_of_their_own() -> None:
@@ -25,8 +25,15 @@ def test_results_of_a_step_have_tags_of_their_own() -> None:
     assert len({tag_of(result, num_layers=2) for result in results}) == len(results)
 
 
+def test_results_and_updated_parameters_go_from_device_to_device_and_all_else_through_host_memory() -> None:
+    assert kind_on_device(tag_of(LAST, num_layers=1000)) is Kind.GRADIENT
+    assert kind_on_device(tag_of((True, 4095, 999), num_layers=1000)) is Kind.ACTIVATION
+    assert kind_on_device(tag_of(LAST, num_layers=1000, is_rest=True)) is None
+    assert {tag for tag in Tag if kind_on_device(tag) is not None} == {Tag.UPDATED_PARAMETERS}
+
+
 def test_every_message_has_a_tag_of_the_list() -> None:
-    passed_on = {"tag", "self._tag", "tag_of", "tag_of_layer"}
+    passed_on = {"tag", "self._tag"}
     for path in ROOT.rglob("*.py"):
         if path != ROOT / "profiling" / "links.py":  # which times messages, and sends no others
             given = set(re.findall(r"\btag=([\w.]+)", path.read_text(encoding="utf-8")))

@@ -16,14 +16,13 @@ from torch import Tensor
 from chameleon_ft.config import Failure, FailurePhase
 from chameleon_ft.models.build import tensor_bytes
 from chameleon_ft.plan import LayerRange
-from chameleon_ft.recovery.transition import LayerMove, TransitionOrders, placement_of, plan_transition
+from chameleon_ft.recovery.transition import placement_of, plan_transition
 from chameleon_ft.storage.files import FaultLog
-from chameleon_ft.worker.communicators.base import Channel, CommunicationError
+from chameleon_ft.worker.communicators.base import CommunicationError
 from chameleon_ft.worker.execution.layers import HeldLayer, HeldLayers, LayerState
 from chameleon_ft.worker.fault_injection import FaultInjector
 from chameleon_ft.worker.state_transfer import layer_messages
 from chameleon_ft.worker.state_transfer.layer_messages import Memory
-from chameleon_ft.worker.state_transfer.transfer import channels_of_transition
 from tests.examples import examples
 from tests.worker.toy import SEED, toy_job
 from tests.worker.transitions import (
@@ -273,9 +272,3 @@ def test_failures_of_the_phases_come_when_they_are_due(
     monkeypatch.setattr("tests.worker.transitions.no_faults", lambda worker, directory: faults[worker])
     carry_out(planned, states, Network(), tmp_path)
     assert failed == [f"{phase} of 3"]
-
-
-def test_a_worker_needs_the_channels_of_what_it_sends_and_receives() -> None:
-    moves = (LayerMove(1, 0, 3, 9), LayerMove(0, 2, 1, 9), LayerMove(1, 0, 4, 9, round=1))
-    transition = TransitionOrders(participants=(0, 1, 2), keep=(), moves=moves)
-    assert channels_of_transition(transition) == (Channel(0, 2, True), Channel(1, 0, True))

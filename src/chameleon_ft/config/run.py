@@ -195,16 +195,6 @@ class RunConfig(Section):
         return self.device == "emulated"
 
     @property
-    def receives_block(self) -> bool:
-        """Whether steps can be salvaged, and layers can move while the run trains; see `Backend`."""
-        return BACKENDS[self.backend].receives_block
-
-    @property
-    def owners(self) -> int | None:
-        """The owners of a slice of the optimizer's state, if it can be divided; None if every holder keeps all."""
-        return self.parallel.owners if self.receives_block else None
-
-    @property
     def untried(self) -> str:
         """A warning, if no real run has been made on this device with this backend; otherwise empty."""
         kind = DEVICES[self.device]
@@ -218,10 +208,6 @@ class RunConfig(Section):
     def problems(self) -> Iterator[tuple[str, str]]:
         yield from self._layout_problems()
         yield from self._device_problems()
-        if isinstance(self.parallel.optimizer_redundancy, int) and not self.receives_block:
-            problem = "the holders of a layer share its optimizer state only over gloo so far"
-            yield "parallel.optimizer_redundancy", problem
-        yield from self._snapshot_problems()
         yield from self._emulation_problems()
         yield from self._failure_problems()
 
@@ -250,14 +236,6 @@ class RunConfig(Section):
         if self.share_devices and not (kind.is_accelerator and backend.shares_devices):
             needed = "an accelerator" if backend.shares_devices else "the backend gloo"
             yield "share_devices", f"needs {needed}; leave it out"
-
-    def _snapshot_problems(self) -> Iterator[tuple[str, str]]:
-        if self.snapshots.every not in (0, "auto") and not self.receives_block:
-            yield (
-                "snapshots.every",
-                "snapshots are sent during training only over gloo so far; leave it out, which takes none, or set it "
-                "to 0",
-            )
 
     def _emulation_problems(self) -> Iterator[tuple[str, str]]:
         if self.is_emulated and self.profile is None:
@@ -296,8 +274,8 @@ class RunConfig(Section):
                 )
             if failure.phase == "checkpoint" and not self.checkpoint.every:
                 yield f"{key}.phase", "no checkpoint is written during training; set checkpoint.every"
-            if failure.phase == "snapshot" and not (self.snapshots.every and self.receives_block):
-                yield f"{key}.phase", "no snapshot is taken; set snapshots.every, and use the backend gloo"
+            if failure.phase == "snapshot" and not self.snapshots.every:
+                yield f"{key}.phase", "no snapshot is taken; set snapshots.every"
 
 
 class TrainConfig(RunConfig):

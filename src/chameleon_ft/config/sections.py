@@ -115,8 +115,7 @@ class Parallel(Section):
         default="auto",
         description="Holders of a layer that keep the same part of its optimizer state, and update that part of its "
         "parameters; all: every holder keeps all of it; auto: 2, or all if the optimizer is not known to update each "
-        "element by itself, or over another backend than gloo. 1 saves the most memory, but every loss returns to a "
-        "snapshot or a checkpoint.",
+        "element by itself. 1 saves the most memory, but every loss returns to a snapshot or a checkpoint.",
     )
 
     @field_validator("optimizer_redundancy", mode="before")
@@ -487,20 +486,35 @@ BackendName: TypeAlias = Annotated[Literal["gloo", "nccl", "hccl", "xccl"], OrIn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceLibrary:
+    """A library that sends tensors from device to device: how it differs from the others of its kind.
+
+    Attributes:
+        process_group: the place of its process group, a class like torch's `ProcessGroupNCCL`.
+        is_nonblocking: True if a communicator can be formed in the background, by ``Options.config.blocking = 0``.
+        environment: variables that are set before it is used, in which {} stands for the seconds that a communicator
+            may take to form.
+    """
+
+    process_group: str
+    is_nonblocking: bool = False
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
-    """A library that sends tensors between workers.
+    """A way to send tensors between workers.
 
     Attributes:
         communicators: the place of a function that makes the communicators of a rank, see `worker.communicators`.
-        receives_block: True if a wait for a message blocks the host, so that an interrupted rank knows which messages
-            its results were made from. Steps are salvaged, and layers move while a run trains, only if it does.
+        library: the library of the device, if one carries part of the messages.
         shares_devices: True if two workers can use one device.
         missing: work that is left to do before there are communicators of this backend; empty if there are.
         devices: names of the devices whose tensors it can send, for a backend of an installed package.
     """
 
     communicators: str = ""
-    receives_block: bool = False
+    library: DeviceLibrary | None = None
     shares_devices: bool = False
     missing: str = ""
     devices: tuple[str, ...] = ()
@@ -536,10 +550,20 @@ BACKENDS: Final = Registry[Backend](
     {
         "gloo": Backend(
             communicators="chameleon_ft.worker.communicators.gloo:GlooCommunicators.of_rank",
-            receives_block=True,
             shares_devices=True,
         ),
-        "nccl": Backend(communicators="chameleon_ft.worker.communicators.nccl:NcclCommunicators.of_rank"),
+        "nccl": Backend(
+            communicators="chameleon_ft.worker.communicators.two_parts:TwoPartCommunicators.of_rank",
+            library=DeviceLibrary(
+                process_group="torch._C._distributed_c10d:ProcessGroupNCCL",
+                is_nonblocking=True,
+                environment={
+                    # Torch's own watchdog would end the process when an operation fails.
+                    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+                    "TORCH_NCCL_NONBLOCKING_TIMEOUT": "{:.0f}",
+                },
+            ),
+        ),
         "hccl": Backend(missing=_NOT_WRITTEN),
         "xccl": Backend(missing=_NOT_WRITTEN),
     },

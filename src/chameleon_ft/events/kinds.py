@@ -560,9 +560,6 @@ class SnapshotUnreadable(Event):
 
 @event("snapshots_off")
 class SnapshotsOff(Event):
-    """No snapshots are taken though their interval is `auto`, for a `reason`.
-
-    Those of a host's workers do not fit its memory, or the backend does not send them.
-    """
+    """No snapshots are taken though their interval is `auto`, for a `reason`: they do not fit the memory of a host."""
 
     reason: str

@@ -93,7 +93,7 @@ class JobInfo:
 
     def settled(self, config: RunConfig) -> RunConfig:
         """Return the configuration with the redundancy of the optimizer's state that a run of this job has."""
-        if not self.undivided or config.parallel.optimizer_redundancy != "auto" or config.owners is None:
+        if not self.undivided or config.parallel.optimizer_redundancy != "auto" or config.parallel.owners is None:
             return config
         parallel = config.parallel.model_copy(update={"optimizer_redundancy": "all"})
         return config.model_copy(update={"parallel": parallel})
@@ -127,7 +127,7 @@ class JobInfo:
                 config.batch.micro_batches,
                 config.batch.micro_batch_size,
                 tied=self.tied,
-                owners=config.owners,
+                owners=config.parallel.owners,
             ),
             Cluster(workers, LOOPBACK, LOOPBACK),
         )

@@ -278,9 +278,9 @@ def _case_of_config(given: PlanRequest, path: Path, batch: PlanBatch, job_argume
         workers=given.workers or config.workers,
         micro_batches=config.batch.micro_batches,
         parallel=None if given.workers is not None else config.parallel,
-        owners=config.owners,
+        owners=config.parallel.owners,
         per_host=per_host,
-        snapshots=config.snapshots if config.receives_block else Snapshots(every=0),
+        snapshots=config.snapshots,
     )
 
 
@@ -352,7 +352,7 @@ def _build(
 
 def _settled(config: RunConfig) -> RunConfig:
     """Return the configuration with the redundancy of the optimizer's state that its job allows."""
-    if config.owners is None or isinstance(config, TrainConfig) or config.is_emulated:
+    if config.parallel.owners is None or isinstance(config, TrainConfig) or config.is_emulated:
         return config
     # Loads torch, and is the only way to know the optimizer of the job.
     from chameleon_ft.worker.inspection import inspect_job

@@ -88,7 +88,7 @@ def recorded_run(run: RunDirectory, parameters: Parameters = Parameters()) -> Re
             restart_cost_s=recovery.restart_cost_s,
             checkpoint_interval_s=gap * step_s if gap else math.inf,
             snapshot_every=_steps_between_snapshots(run),
-            salvage=recovery.salvage and config.receives_block,
+            salvage=recovery.salvage,
         ),
     )
 

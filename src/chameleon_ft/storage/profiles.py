@@ -129,7 +129,7 @@ def costs_of_run(config: RunConfig, profile: Profile, hosts: Mapping[int, str]) 
     Raises ProfileError as `Profile.cluster` does.
     """
     costs = profile.costs(config.batch.micro_batches, hosts_of_run(config, hosts))
-    return dataclasses.replace(costs, workload=dataclasses.replace(costs.workload, owners=config.owners))
+    return dataclasses.replace(costs, workload=dataclasses.replace(costs.workload, owners=config.parallel.owners))
 
 
 def hosts_of_run(config: RunConfig, hosts: Mapping[int, str]) -> Mapping[int, str]:

@@ -24,7 +24,7 @@ def missing_device(config: RunConfig) -> str:
     process that forks none that computes.
     """
     kind = DEVICES[config.device]
-    if not distributed.is_backend_available(config.backend):
+    if not _has_backend(config.backend):
         return f"torch {torch.__version__} is built without the backend {config.backend}"
     if not kind.is_accelerator:
         return ""
@@ -40,6 +40,16 @@ def missing_device(config: RunConfig) -> str:
     if not torch.accelerator.device_count():
         return "this host has none that torch can use; look at its driver, and at the devices that the job was given"
     return ""
+
+
+def _has_backend(name: str) -> bool:
+    if (library := BACKENDS[name].library) is None:
+        return distributed.is_backend_available(name)
+    try:
+        imported(library.process_group)
+    except ConfigError:
+        return False
+    return True
 
 
 def require_devices(config: RunConfig, workers: int) -> None:

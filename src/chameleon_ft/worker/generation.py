@@ -13,10 +13,10 @@ from chameleon_ft.recovery.generation import WorkerOrders
 from chameleon_ft.worker.communicators.base import Communicators, Membership, Rendezvous
 from chameleon_ft.worker.control_client import ControlClient
 from chameleon_ft.worker.execution.executor import channels_of
+from chameleon_ft.worker.execution.gather import channels_of_exchange
 from chameleon_ft.worker.fault_injection import FaultInjector
 from chameleon_ft.worker.state_transfer.layer_messages import Allocation, LayerAllocator
 from chameleon_ft.worker.state_transfer.migration import LayerMigration
-from chameleon_ft.worker.state_transfer.transfer import channels_of_transition
 
 
 @dataclass(slots=True, kw_only=True)
@@ -51,17 +51,14 @@ class Generation:
 
     def _membership(self, rendezvous: Rendezvous) -> Membership:
         order, worker = self.order, self.order.worker
-        groups = dict.fromkeys(segment.holders for segment in order.segments if len(segment.holders) > 1)
-        channels = {*channels_of(worker, order.operations)}
-        if (rest := order.rest) is not None:
-            channels.update(channels_of(worker, rest.program.of(worker), rest.resends))
-        if order.transition is not None:
-            channels.update(channels_of_transition(order.transition))
+        channels = channels_of(worker, order.operations)
+        if order.sharding is not None:
+            channels |= channels_of_exchange(worker, order.sharding.layers)
         return Membership(
             generation=order.generation,
             worker=worker,
             members=order.participants,
-            groups=tuple(dict.fromkeys((order.members, *groups))),
+            groups=tuple(dict.fromkeys(segment.holders for segment in order.segments if len(segment.holders) > 1)),
             channels=tuple(sorted(channels)),
             rendezvous=rendezvous,
         )

@@ -99,11 +99,6 @@ def _inspect_job(config: RunConfig) -> JobInfo:
         raise ConfigError(
             f"parallel.pp = {config.parallel.pp}: asks for more stages than the job has layers, {job.num_layers}"
         )
-    if is_stream(job.dataset) and not config.receives_block:
-        raise ConfigError(
-            f"job {config.job}: `dataset` is a stream, and its samples are sent only over gloo so far; set "
-            'backend = "gloo", or give a map-style dataset'
-        )
     undivided = undivided_optimizer(job)
     is_tolerant = config.loading.on_error == "skip"
     samples = SampleReads(job, config.seed, is_tolerant=is_tolerant)

@@ -189,7 +189,7 @@ class RankState:
         if not order.gather or sharding is None:
             return
         committer = self.trained
-        committer.gather = self.new_gather(sharding, mover)
+        committer.gather = self.new_gather(sharding, mover, again=True)
         committer.begin_exchange(again=True)
         with self._rank.activity.waiting("parameters", for_message=True):
             committer.wait_for_exchange()
@@ -197,12 +197,11 @@ class RankState:
         if order.transition is not None:
             self.transfer.begin(order.transition, committer.held)
 
-    def new_gather(self, sharding: Sharding, mover: Mover) -> ParameterExchange:
-        """Return the exchange of this rank's layers after an update."""
+    def new_gather(self, sharding: Sharding, mover: Mover, *, again: bool = False) -> ParameterExchange:
+        """Return the exchange of this rank's layers after an update; see `ParameterExchange.of`."""
         held = self.trained.held
-        return ParameterExchange.of(
-            self._rank.worker, held, {layer: sharding.layers[layer] for layer in held.layers}, mover
-        )
+        shards = {layer: sharding.layers[layer] for layer in held.layers}
+        return ParameterExchange.of(self._rank.worker, held, shards, mover, again=again)
 
     def carry_out_transition(self, generation: Generation, transition: TransitionOrders) -> None:
         """Send and receive layers while no rank trains, and switch to the new placement."""

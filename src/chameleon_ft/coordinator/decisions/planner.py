@@ -86,7 +86,7 @@ class Planner:
         self._job = job
         self._profile = profile
         self._plan = plan
-        self._shares_by_default = config.parallel.optimizer_redundancy == "auto" and config.owners is not None
+        self._shares_by_default = config.parallel.optimizer_redundancy == "auto" and config.parallel.owners is not None
         self.calibration = Calibration(knows_layers=profile is not None)
         self.policy = config.recovery.policy
 
@@ -211,7 +211,7 @@ class Planner:
         """Return a decision with the owners and keepers of its generation, and its inputs for the records."""
         left, senders = cluster.owners_left, context.senders.hosts
         spec = self._completed(spec, left, senders, cluster.hosts, cluster.host_memory)
-        redundancy = self._config.owners
+        redundancy = self._config.parallel.owners
         lacks = redundancy is not None and spec.sharding is not None and lacks_copies(spec.sharding, redundancy)
         if decision is not None:
             context = replace(context, phases=decision.phases)
@@ -230,20 +230,13 @@ class Planner:
 
     @property
     def migrates(self) -> bool:
-        """Whether layers move while the run trains, if the policy is not one that stops to move them.
-
-        Not with nccl, whose collectives would wait for each other; see `Backend.receives_block`.
-        """
-        return self._config.receives_block and recovery.POLICIES[self.policy].salvages
+        """Whether layers move while the run trains, if the policy is not one that stops to move them."""
+        return recovery.POLICIES[self.policy].salvages
 
     @property
     def salvages(self) -> bool:
-        """Whether an interrupted step is completed, and the search for the best plan is left for later.
-
-        Not with nccl, whose receives do not block: a rank cannot tell what it computed from messages that never came.
-        """
-        recovery_ = self._config.recovery
-        return recovery_.salvage and self._config.receives_block and recovery.POLICIES[self.policy].salvages
+        """Whether an interrupted step is completed, and the search for the best plan is left for later."""
+        return self._config.recovery.salvage and recovery.POLICIES[self.policy].salvages
 
     def salvage(self, cluster: ClusterState) -> recovery.SalvagedStep | None:
         """Return the program that completes the interrupted step; None if there is none, or it has to be repeated."""
@@ -356,7 +349,7 @@ class Planner:
     ) -> GenerationSpec:
         """Return a generation with the costs of all workers that have joined, and its owners and keepers."""
         spec = replace(spec, costs=self._costs(hosts), costs_from=self._costs_from)
-        redundancy = self._config.owners
+        redundancy = self._config.parallel.owners
         if redundancy is not None:
             left = left if spec.restoration is None else spec.restoration.sharding
             spec = with_owners(spec, left, senders, redundancy)

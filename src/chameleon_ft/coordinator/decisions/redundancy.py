@@ -140,8 +140,6 @@ def with_keepers(plan: GenerationSpec, config: RunConfig, host_memory: Mapping[s
     snapshots, plan = config.snapshots, replace(plan, snapshots=None, no_snapshots="")
     if not snapshots.every:
         return plan
-    if not config.receives_block:
-        return replace(plan, no_snapshots=f"they are not sent over {config.backend} yet")
     rule = snapshot_rule(snapshots, host_memory)
     costs = plan.costs
     chosen = choose_snapshots(plan.trained_plan.placement, costs.workload, costs.cluster.hosts, rule, plan.sharding)
@@ -211,7 +209,7 @@ class Completion:
 
         If there is no plan but slices have lost owners, the one in force, in which they get others.
         """
-        active, redundancy = self.active, self.config.owners
+        active, redundancy = self.active, self.config.parallel.owners
         if redundancy is not None:
             if not plans and active.sharding is not None and lacks_copies(active.sharding, redundancy):
                 plans = (restoring_copies(active, redundancy),)

@@ -1,4 +1,4 @@
-"""The interface of a communication library to the rest of the runtime, with the tags of all messages.
+"""The interface of communication to the rest of the runtime, with the tags of all messages and where they go.
 
 Votes go by messages between single ranks, because the collectives of a library are slow for a few numbers.
 """
@@ -28,13 +28,22 @@ class CommunicationError(ChameleonError):
         super().__init__(f"{'a collective' if peer is None else f'a message with worker {peer}'} failed: {reason}")
 
 
+@unique
+class Kind(IntEnum):
+    """The kinds of messages that go from device to device."""
+
+    GRADIENT = 0
+    ACTIVATION = 1
+    PARAMETERS = 2
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class Channel:
-    """The messages from one worker to another, forward (activations) or backward (gradients)."""
+    """The messages of one kind from one worker to another, which go from device to device."""
 
     sender: int
     receiver: int
-    forward: bool
+    kind: Kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +115,7 @@ class Communicators(Protocol):
     def receive(self, tensor: Tensor, *, peer: int, tag: int) -> InFlight:
         """Start receiving into `tensor`.
 
-        An even tag is an activation's, an odd one a gradient's. Messages of one tag between two workers arrive in the
-        order they were sent.
+        Messages of one tag between two workers arrive in the order they were sent.
         """
 
     def all_reduce(self, tensor: Tensor, group: tuple[int, ...]) -> InFlight:
@@ -146,10 +154,7 @@ def issue(peer: int | None, operation: Callable[..., Work], *arguments: object) 
 
 @unique
 class Tag(IntEnum):
-    """Tags of messages beside the results of operations, above which they begin.
-
-    All are even, because with NCCL an odd one takes the channel of gradients, and fit into 32 bits.
-    """
+    """Tags of messages beside the results of operations, above which they begin; they fit into 32 bits."""
 
     VOTE = 1 << 28
     UPDATED_PARAMETERS = VOTE + 2
@@ -164,20 +169,36 @@ class Tag(IntEnum):
     PULLED_PARAMETERS = VOTE + 14
     STREAM = VOTE + 16
     """From the reader of a stream: the samples of each step, and the position after it."""
+    LAYER = VOTE + 18
+    """Layers that move while no step runs."""
+    PARAMETERS_AGAIN = VOTE + 20
+    """Updated parameters, if a failure may have cut their exchange short."""
 
 
-def tag_of(result: tuple[bool, int, int], *, num_layers: int) -> int:
+_REST: Final = 1 << 27
+
+
+def tag_of(result: tuple[bool, int, int], *, num_layers: int, is_rest: bool = False) -> int:
     """Return the tag of a result, of (forward, micro-batch, layer); different for all of a step.
 
-    It is even for an activation, and odd for a gradient.
+    Args:
+        is_rest: whether the rest of an interrupted step computes it.
     """
     forward, micro_batch, layer = result
-    return 2 * (micro_batch * num_layers + layer) + (0 if forward else 1)
+    return 2 * (micro_batch * num_layers + layer) + (0 if forward else 1) + (_REST if is_rest else 0)
 
 
-def tag_of_layer(layer: int) -> int:
-    """Return the tag of a layer that moves while no step runs, so that no result of an operation is on its way."""
-    return 2 * layer
+def kind_on_device(tag: int) -> Kind | None:
+    """Return which kind of channel between devices carries a message; None if it goes through host memory.
+
+    This is the one place that says so. Between devices go the results of operations, in the order of the checked
+    program, and the parameters after each update; and all reductions of gradients, which are no messages. The results
+    of the rest of a step do not: some are sent again, in any order, and between devices only the order tells messages
+    apart. So the rest begins before the devices are connected.
+    """
+    if tag == Tag.UPDATED_PARAMETERS:
+        return Kind.PARAMETERS
+    return None if tag >= _REST else Kind.ACTIVATION if tag % 2 == 0 else Kind.GRADIENT
 
 
 _CHILDREN: Final = 8

@@ -9,6 +9,7 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 from typing import Any, Final
 
@@ -22,7 +23,7 @@ from chameleon_ft.keys import generator_lock
 from chameleon_ft.models.precision import loss_and_terms, terms_of
 from chameleon_ft.schedule import Operation, OperationKind
 from chameleon_ft.trees import leaves_of
-from chameleon_ft.worker.communicators.base import Channel, Communicators, InFlight, tag_of
+from chameleon_ft.worker.communicators.base import Channel, Communicators, InFlight, Kind, tag_of
 from chameleon_ft.worker.context import RankContext
 from chameleon_ft.worker.control_client import Activity
 from chameleon_ft.worker.device import wait_for_stream
@@ -59,14 +60,14 @@ class SentMessages:
         *,
         buffers: MessageBuffers,
         answered: Collection[Result],
-        num_layers: int,
+        tag_of: Callable[[Result], int],
     ) -> None:
         self._state = state
         self._communicators = communicators
         self._activity = activity
         self._buffers = buffers
         self._answered = answered
-        self._num_layers = num_layers
+        self._tag_of = tag_of
         self._unanswered: defaultdict[tuple[bool, int], deque[Result]] = defaultdict(deque)
 
     def send(self, result: Result, tensors: Sequence[Tensor], *, receiver: int) -> None:
@@ -97,7 +98,7 @@ class SentMessages:
         self._state.in_flight.pop(result, None)
 
     def _start(self, result: Result, tensors: Sequence[Tensor], receiver: int) -> None:
-        tag = tag_of(result, num_layers=self._num_layers)
+        tag = self._tag_of(result)
         self._state.in_flight[result] = Together(
             [self._communicators.send(tensor, peer=receiver, tag=tag) for tensor in tensors]
         )
@@ -196,7 +197,7 @@ class Executor:
             CommunicationError: the generation is over; `state` can be resumed again.
         """
         fault_at = {len(operations) // 2: "rest"}
-        execution = _StepExecution(self, state, operations, fault_at, counted, resent_gradients)
+        execution = _StepExecution(self, state, operations, fault_at, counted, resent_gradients, is_rest=True)
         execution.send_again(resends)
         stats = execution.run(after)
         # The reads for the parts that were done before the interruption are not known any more. No sample was left out.
@@ -238,6 +239,8 @@ class _StepExecution:
         resent_gradients: Collection[tuple[int, int]] = (),
         repetition: Repetition | None = None,
         measure: Measure | None = None,
+        *,
+        is_rest: bool = False,
     ) -> None:
         self._executor = executor
         self._measure = measure
@@ -260,6 +263,7 @@ class _StepExecution:
             if o.kind in _BACKWARDS and o.receive_from is not None
         } - {(True, micro_batch, layer - 1) for micro_batch, layer in resent_gradients}
         self._receive_of_index: dict[int, tuple[InFlight, list[Tensor]]] = {}
+        self._tag_of = partial(tag_of, num_layers=len(executor.rank.boundaries), is_rest=is_rest)
         self._to_post = deque(i for i, operation in enumerate(operations) if operation.receive_from is not None)
         self._sent = SentMessages(
             state,
@@ -267,7 +271,7 @@ class _StepExecution:
             executor.rank.activity,
             buffers=_BUFFERS,
             answered=self._answered,
-            num_layers=len(executor.rank.boundaries),
+            tag_of=self._tag_of,
         )
 
     def send_again(self, resends: Sequence[Resend]) -> None:
@@ -383,7 +387,7 @@ class _StepExecution:
         forward = operation.kind is OperationKind.FORWARD
         boundary = operation.layers.start - 1 if forward else operation.layers.stop - 1
         tensors = [self._made(torch.empty, spec) for spec in self._sent_over(boundary, forward=forward)]
-        tag = tag_of(_input_of(operation), num_layers=len(self._executor.rank.boundaries))
+        tag = self._tag_of(_input_of(operation))
         receive = self._executor.communicators.receive
         messages = [receive(tensor, peer=operation.receive_from, tag=tag) for tensor in tensors]
         self._receive_of_index[index] = (Together(messages), tensors)
@@ -502,13 +506,11 @@ def _input_of(operation: Operation) -> Result:
     return forward, operation.micro_batch, layers.start - 1 if forward else layers.stop
 
 
-def channels_of(worker: int, operations: Sequence[Operation], resends: Sequence[Resend] = ()) -> tuple[Channel, ...]:
-    """Return the channels on which a worker's program sends and receives, each once, in order."""
-    forward = OperationKind.FORWARD
-    received = {Channel(o.receive_from, worker, o.kind is forward) for o in operations if o.receive_from is not None}
-    sent = {Channel(worker, o.send_to, o.kind is forward) for o in operations if o.send_to is not None}
-    again = {Channel(worker, receiver, is_forward) for _, _, is_forward, receiver in resends if receiver != worker}
-    return tuple(sorted(received | sent | again))
+def channels_of(worker: int, operations: Sequence[Operation]) -> set[Channel]:
+    """Return the channels on which a worker's program sends and receives."""
+    kinds = {o: Kind.ACTIVATION if o.kind is OperationKind.FORWARD else Kind.GRADIENT for o in operations}
+    received = {Channel(o.receive_from, worker, kind) for o, kind in kinds.items() if o.receive_from is not None}
+    return received | {Channel(worker, o.send_to, kind) for o, kind in kinds.items() if o.send_to is not None}
 
 
 def _middle_of_each_kind(operations: Sequence[Operation]) -> dict[int, str]:

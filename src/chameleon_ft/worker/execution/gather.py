@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from chameleon_ft.plan.shards import LayerShards
-from chameleon_ft.worker.communicators.base import InFlight, Tag
+from chameleon_ft.worker.communicators.base import Channel, InFlight, Kind, Tag
 from chameleon_ft.worker.execution.layers import HeldLayers
 from chameleon_ft.worker.mover import Mover
 
@@ -64,11 +64,14 @@ class ParameterExchange:
         self._is_taking = False
 
     @classmethod
-    def of(cls, worker: int, held: HeldLayers, shards: Mapping[int, LayerShards], mover: Mover) -> ParameterExchange:
+    def of(
+        cls, worker: int, held: HeldLayers, shards: Mapping[int, LayerShards], mover: Mover, *, again: bool = False
+    ) -> ParameterExchange:
         """Return a worker's part after an update: owners of a slice send, holders that do not own it receive.
 
         Args:
             shards: layer -> its slices, of layers that have other holders, too.
+            again: whether a failure may have cut this short before.
         """
         to: dict[int, list[tuple[int, Tensor]]] = defaultdict(list)
         origin: dict[int, list[tuple[int, Tensor]]] = defaultdict(list)
@@ -83,7 +86,7 @@ class ParameterExchange:
                             to[receiver] += pieces
                     elif worker in others:
                         origin[sender] += pieces
-        return cls(to, origin, mover, layers=shards, tag=Tag.UPDATED_PARAMETERS)
+        return cls(to, origin, mover, layers=shards, tag=Tag.PARAMETERS_AGAIN if again else Tag.UPDATED_PARAMETERS)
 
     def restart(self) -> None:
         """Note that parameters are updated, and have to be exchanged again."""
@@ -187,6 +190,19 @@ class ParameterExchange:
             sending.wait()
         self._in_flight.popleft()
         self._ended += 1
+
+
+def channels_of_exchange(worker: int, shards: Iterable[LayerShards]) -> set[Channel]:
+    """Return the channels on which a worker exchanges the parameters of layers that have such slices."""
+    return {
+        Channel(sender, receiver, Kind.PARAMETERS)
+        for own in shards
+        if worker in own.holders
+        for receivers in own.receivers()
+        for sender, others in receivers.items()
+        for receiver in others
+        if worker in (sender, receiver)
+    }
 
 
 def _messages_of(pieces: _Pieces) -> list[_Pieces]:

@@ -39,7 +39,7 @@ from chameleon_ft.host.fork_server import ForkServer, receive
 from chameleon_ft.protocol.address import join_address, local_address_towards, split_address
 from chameleon_ft.protocol.codec import decode
 from chameleon_ft.protocol.messages import Message, Publish
-from chameleon_ft.worker.communicators.base import Channel, Communicators, Membership, Rendezvous
+from chameleon_ft.worker.communicators.base import Channel, Communicators, Kind, Membership, Rendezvous
 from chameleon_ft.worker.communicators.store import GenerationStore, open_store, serve_store
 from chameleon_ft.worker.device import claim_device, communicators_for, wait_for_stream
 
@@ -145,7 +145,7 @@ def _exactly(connection: socket.socket, count: int) -> bytes:
 
 
 _WARM_UP: Final = 3
-_TAG: Final = 0
+_TAG: Final = 0  # of an activation
 _ELEMENT: Final = torch.float32
 _MAX_BYTES: Final = 1 << 30
 _MAX_REPEATS: Final = 10_000
@@ -282,7 +282,7 @@ def _take_part(member: Member) -> MeasuredLinks | None:
         worker=member.worker,
         members=members,
         groups=tuple(members[:count] for count in member.exchange.reducing),
-        channels=(Channel(0, 1, forward=True), Channel(1, 0, forward=True)) if member.worker < 2 else (),
+        channels=(Channel(0, 1, Kind.ACTIVATION), Channel(1, 0, Kind.ACTIVATION)) if member.worker < 2 else (),
         rendezvous=Rendezvous(
             partial(open_store, member.store) if member.peer is None else PeerStore(member.peer).open, member.key
         ),

@@ -12,7 +12,7 @@ import torch
 from chameleon_ft.models.build import tensor_bytes
 from chameleon_ft.plan.shards import SliceMove
 from chameleon_ft.recovery.transition import LayerMove, TransitionOrders
-from chameleon_ft.worker.communicators.base import Channel, CommunicationError, Communicators, Tag, tag_of_layer
+from chameleon_ft.worker.communicators.base import CommunicationError, Communicators, Tag
 from chameleon_ft.worker.context import RankContext
 from chameleon_ft.worker.execution.layers import HeldLayers, LayerState
 from chameleon_ft.worker.state_transfer.layer_messages import (
@@ -178,12 +178,10 @@ class _Exchange:
         if self._outgoing:
             first = self._outgoing[0]
             layers = [self._transfer.outgoing[move.layer] for move in self._outgoing]
-            self._out = OutgoingLayers(
-                layers, communicators, peer=first.destination, tag=tag_of_layer(first.layer), device=device
-            )
+            self._out = OutgoingLayers(layers, communicators, peer=first.destination, tag=Tag.LAYER, device=device)
         if self._incoming:
             first = self._incoming[0]
-            self._in = IncomingLayers(communicators, peer=first.source, tag=tag_of_layer(first.layer), device=device)
+            self._in = IncomingLayers(communicators, peer=first.source, tag=Tag.LAYER, device=device)
             with self._transfer.rank.activity.waiting(
                 f"the layers of worker {first.source}", for_message=True, peer=first.source
             ):
@@ -219,8 +217,3 @@ class _Exchange:
             self._in.start_next(allocation.layer.targets, allocation.memory)
         if self._out is not None:
             self._out.start_next()
-
-
-def channels_of_transition(transition: TransitionOrders) -> tuple[Channel, ...]:
-    """Return the channels of a worker's part in a transition, each once, in order."""
-    return tuple(sorted({Channel(move.source, move.destination, True) for move in transition.moves}))

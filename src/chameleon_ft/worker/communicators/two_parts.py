@@ -1,0 +1,284 @@
+"""Communicators in two parts: from device to device by the device's own library, and through host memory by gloo.
+
+`kind_on_device` of `base` says which message goes where. The host part, whose waits can be interrupted and whose
+messages have tags, is connected first; the device part is formed beside what follows. So votes, layers that move,
+snapshots, streams and the rest of an interrupted step never wait for it.
+
+The device part relies on the documented behaviour of NCCL and of torch's process group for it; other libraries of this
+kind differ by the facts in `DeviceLibrary`.
+
+- There are no tags: each channel has a communicator of its own, and programs are checked for equal order at both ends.
+- Communicators are made in one order on all ranks. If they were made at first use, in the order of the programs, two
+  ranks could wait for each other. Each then carries one element, so that nothing is left to be done at first use.
+- A wait orders streams and does not block the host, and an operation that is aborted ends like any other and leaves
+  garbage. So whoever waits records an event behind the operation, on a stream that nothing else uses, and polls it. An
+  operation counts if the event has passed and no communicator had been aborted by then. No work is queued behind one
+  before: a kernel of the model behind an aborted receive would run on garbage.
+- An operation that does not count may still write, until it is aborted. So its memory is held until then.
+- Torch has few streams of each priority, and takes them in turn. Those that watch, and those that compute, must be none
+  of the library's, which may be held by a message that is posted ahead.
+- To interrupt is to abort all communicators at the same time, from threads: one after the other, an abort may wait for
+  a kernel that only another abort would end.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any, Final, Self
+
+import torch
+from torch import Tensor
+from torch._C import _distributed_c10d as c10d
+
+from chameleon_ft.config import BACKENDS, DeviceLibrary, RunConfig, Timeouts
+from chameleon_ft.registry import imported
+from chameleon_ft.worker.communicators.base import (
+    Channel,
+    CommunicationError,
+    Communicators,
+    InFlight,
+    Membership,
+    issue,
+    kind_on_device,
+)
+from chameleon_ft.worker.communicators.gloo import GlooCommunicators
+
+_ProcessGroup = Any  # torch's stubs of a backend leave out send, recv and allreduce
+_Key = Channel | tuple[int, ...]
+"""A channel, or a group that reduces."""
+
+# The pause between two looks at an event grows with the time that has passed, so that it delays a wait by little.
+_MIN_PAUSE_S: Final = 2e-5
+_MAX_PAUSE_S: Final = 1e-3
+_PAUSE_SHARE: Final = 0.05
+
+
+class TwoPartCommunicators:
+    """The communicators of one generation: `device` from device to device, `host` for all else."""
+
+    def __init__(self, device: DevicePart, host: Communicators) -> None:
+        self._device = device
+        self._host = host
+        self._worker = -1
+        self._is_formed = threading.Event()
+        self._error = ""
+
+    @classmethod
+    def of_rank(cls, config: RunConfig, *, address: str, device: torch.device) -> Self:
+        """Return those of a rank. The library of the device finds the addresses by itself."""
+        library = BACKENDS[config.backend].library
+        assert library is not None, "a backend that names these communicators has a library"
+        return cls(
+            DevicePart(library, timeouts=config.timeouts, device=device),
+            GlooCommunicators.of_rank(config, address=address, device=device),
+        )
+
+    def open(self, membership: Membership) -> None:
+        self._worker = membership.worker
+        # Votes go over the connections of messages.
+        self._host.open(replace(membership, groups=()))
+        threading.Thread(target=self._form, args=(membership,), name="device-groups", daemon=True).start()
+
+    def settle(self) -> None:
+        self._is_formed.wait()
+        if self._error:
+            raise CommunicationError(None, self._error)
+
+    def send(self, tensor: Tensor, *, peer: int, tag: int, stands_for_bytes: int | None = None) -> InFlight:
+        if (kind := kind_on_device(tag)) is None:
+            return self._host.send(tensor, peer=peer, tag=tag, stands_for_bytes=stands_for_bytes)
+        return self._formed(Channel(self._worker, peer, kind)).send(tensor, peer)
+
+    def receive(self, tensor: Tensor, *, peer: int, tag: int) -> InFlight:
+        if (kind := kind_on_device(tag)) is None:
+            return self._host.receive(tensor, peer=peer, tag=tag)
+        return self._formed(Channel(peer, self._worker, kind)).receive(tensor, peer)
+
+    def all_reduce(self, tensor: Tensor, group: tuple[int, ...]) -> InFlight:
+        return self._formed(group).all_reduce(tensor)
+
+    def vote(self, ballot: Tensor, group: tuple[int, ...]) -> InFlight:
+        return self._host.vote(ballot, group)
+
+    def unreached(self) -> Mapping[int, float]:
+        return self._host.unreached()
+
+    def interrupt(self) -> None:
+        self._device.interrupt()
+        self._host.interrupt()
+        # The library may wait long for a member that is gone.
+        self._end_forming("the generation is over")
+
+    def close(self) -> None:
+        self.interrupt()
+        self._host.close()
+
+    def _formed(self, key: _Key) -> _Communicator:
+        if key not in self._device.formed:
+            self.settle()
+        return self._device.formed[key]
+
+    def _form(self, membership: Membership) -> None:
+        try:
+            # Or it would take connections of the device's library for its own.
+            self._host.settle()
+            self._device.form(membership)
+            self._end_forming("")
+        except BaseException as error:  # noqa: BLE001 - `settle` raises it
+            self._end_forming(f"the communicators between devices cannot be formed: {error}")
+
+    def _end_forming(self, error: str) -> None:
+        if not self._is_formed.is_set():
+            self._error = error
+            self._is_formed.set()
+
+
+class DevicePart:
+    """A communicator for each channel of a rank, and one for each group it reduces in, by the library of its device.
+
+    Attributes:
+        formed: those that can be used.
+    """
+
+    def __init__(self, library: DeviceLibrary, *, timeouts: Timeouts, device: torch.device) -> None:
+        os.environ.update({name: value.format(timeouts.rendezvous_s) for name, value in library.environment.items()})
+        self.formed: dict[_Key, _Communicator] = {}
+        self._library = library
+        self._timeouts = timeouts
+        # Any thread may form them, and each has a current device of its own.
+        self._device = device
+        self._interrupted = threading.Event()
+        self._lock = threading.Lock()
+        self._made: list[_Communicator] = []
+        # A store in Python must outlive the groups.
+        self._store: c10d.Store | None = None
+
+    def form(self, membership: Membership) -> None:
+        """Form all, with the other members. Raises CommunicationError, or RuntimeError as the library does."""
+        worker, prefix = membership.worker, f"generation-{membership.generation}"
+        store = self._store = membership.rendezvous.open_store(timeout_s=self._timeouts.rendezvous_s)
+        made: dict[_Key, _Communicator] = {}
+        for channel in sorted(membership.channels):
+            name = f"{prefix}/channel-{channel.sender}-{channel.receiver}-{channel.kind}"
+            made[channel] = self._make(c10d.PrefixStore(name, store), int(channel.receiver == worker), 2)
+        for index, group in enumerate(membership.groups):
+            if worker in group:
+                own = c10d.PrefixStore(f"{prefix}/device-group-{index}", store)
+                made[group] = self._make(own, group.index(worker), len(group))
+        for key, communicator in made.items():
+            element = torch.zeros(1, device=self._device)
+            if not isinstance(key, Channel):
+                first = communicator.all_reduce(element)
+            elif key.sender == worker:
+                first = communicator.send(element, key.receiver)
+            else:
+                first = communicator.receive(element, key.sender)
+            first.wait()
+            self.formed[key] = communicator
+
+    def interrupt(self) -> None:
+        """Abort all communicators; their threads hold what operations may still write to until these have ended."""
+        with self._lock:
+            self._interrupted.set()
+            made, self._made = self._made, []
+        for each in made:
+            threading.Thread(target=each.abort, name="abort", daemon=True).start()
+
+    def _make(self, store: c10d.Store, rank: int, size: int) -> _Communicator:
+        """Make a communicator that `interrupt` aborts. Raises CommunicationError if that has been called already."""
+        library: Any = imported(self._library.process_group)
+        options = library.Options()
+        options.is_high_priority_stream = True
+        options._timeout = timedelta(seconds=self._timeouts.transport_s)
+        if self._library.is_nonblocking:
+            options.config.blocking = 0
+        made = _Communicator(library(store, rank, size, options), self._device, self._interrupted)
+        with self._lock:
+            if self._interrupted.is_set():
+                raise CommunicationError(None, "the generation is over")
+            self._made.append(made)
+        made.group.eager_connect_single_device(self._device)
+        if self._interrupted.is_set():
+            # The abort may have come first.
+            made.group.abort()
+            raise CommunicationError(None, "the generation is over")
+        return made
+
+
+class _Communicator:
+    """A group of the library, and its operations in flight, which end in their order."""
+
+    def __init__(self, group: _ProcessGroup, device: torch.device, interrupted: threading.Event) -> None:
+        self.group = group
+        self.device = device
+        self.interrupted = interrupted
+        self._lock = threading.Lock()
+        self._in_flight: deque[_Operation] = deque()
+
+    def send(self, tensor: Tensor, peer: int) -> InFlight:
+        return self._issue(peer, tensor, self.group.send, 1, 0)
+
+    def receive(self, tensor: Tensor, peer: int) -> InFlight:
+        return self._issue(peer, tensor, self.group.recv, 0, 0)
+
+    def all_reduce(self, tensor: Tensor) -> InFlight:
+        return self._issue(None, tensor, self.group.allreduce)
+
+    def abort(self) -> None:
+        """End all operations, and hold the memory that they may still write to until they have ended."""
+        self.group.abort()
+        with self._lock:
+            self._in_flight.clear()
+
+    def _issue(
+        self, peer: int | None, tensor: Tensor, operation: Callable[..., c10d.Work], *arguments: int
+    ) -> InFlight:
+        with self._lock:
+            while self._in_flight and self._in_flight[0].work.is_completed():
+                self._in_flight.popleft()
+            if self.interrupted.is_set():
+                raise CommunicationError(peer, "the generation is over")
+            self._in_flight.append(_Operation(self, peer, tensor, issue(peer, operation, [tensor], *arguments)))
+            return self._in_flight[-1]
+
+
+# Each watches one operation at a time: it is held until that has ended, and so would be the event behind another.
+_FREE_STREAMS: Final[deque[torch.Stream]] = deque()
+
+
+@dataclass(slots=True, eq=False)
+class _Operation:
+    """An operation in flight."""
+
+    communicator: _Communicator
+    peer: int | None
+    tensor: Tensor
+    work: c10d.Work
+
+    def wait(self) -> None:
+        """See `InFlight`."""
+        is_over = self.communicator.interrupted.is_set
+        try:
+            stream = _FREE_STREAMS.pop()
+        except IndexError:
+            stream = torch.Stream(self.communicator.device)
+        try:
+            with stream:
+                self.work.wait()
+                ended = stream.record_event()
+        except RuntimeError as error:
+            raise CommunicationError(self.peer, str(error)) from None
+        since_s = time.monotonic()
+        while not ended.query() and not is_over():
+            waited_s = time.monotonic() - since_s
+            time.sleep(min(max(_MIN_PAUSE_S, _PAUSE_SHARE * waited_s), _MAX_PAUSE_S))
+        if is_over():
+            # It may have ended by being aborted.
+            raise CommunicationError(self.peer, "the generation is over")
+        _FREE_STREAMS.append(stream)
