@@ -13,6 +13,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadFileScheduling
 
+from tests.backends import use_backend
+
 # Before torch is imported: tests share the machine's cores with each other and with the processes they start, and
 # idle threads that spin for work slow all of them down.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -34,6 +36,16 @@ settings.register_profile(
 )
 settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("chameleon")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--backend", default="gloo", choices=["gloo", "pretended-nccl"], help="backend of real runs")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let all real runs use a backend, also those of processes that tests start."""
+    if (backend := config.getoption("--backend")) != "gloo":
+        use_backend(backend)
 
 
 _LONGEST: Final = (

@@ -73,6 +73,15 @@ SLOWED = float(os.environ.get("CHAMELEON_TEST_SLOWED", "1"))
 """How many times as long as usual every worker of `small_config` computes: tests hold at any pace of the machine."""
 
 
+BACKEND = os.environ.get("CHAMELEON_TEST_BACKEND", "gloo")
+"""The backend of every `small_config`; see `--backend` in `tests/conftest.py`."""
+
+ON_BACKEND: dict[str, Any] = {
+    "gloo": {},
+    "pretended-nccl": {"device": "npu", "backend": "pretended-nccl", "share_devices": True},
+}[BACKEND]
+
+
 def _slowed(failures: Sequence[Failure], workers: int) -> tuple[Failure, ...]:
     """Return failures with which every worker is so much slower, from the start on."""
     every = (Failure(step=0, worker=worker, kind="slow", factor=1 / SLOWED) for worker in range(workers))
@@ -105,6 +114,7 @@ def small_config(directory: Path, **changes: Any) -> TrainConfig:
         "model": LlamaConfig(dim=32, num_layers=2, num_heads=2, num_kv_heads=1, ffn_dim=64, seq_len=32),
         "data": Data(path=str(text)),
         "optimizer": Optimizer(lr=1e-3, min_lr=1e-4, warmup_steps=2),
+        **ON_BACKEND,
     }
     fields |= changes
     if SLOWED > 1:
