@@ -45,7 +45,7 @@ _SPEED_ON_HOSTS: Final = 0.1  # likewise, and without taking the processors
 _LASTING: Final[tuple[FailureKind, ...]] = ("slow", "slow", "slow-link", "nan", "corrupt", "corrupt")
 _IN_BF16: Final = 0.2  # of the runs
 _IN_SLICES: Final = 0.35  # of the runs, in some of which a failure hits the exchange of parameters
-_WITH_PART: Final = 0.3  # of the runs, each part by itself
+_WITH_PART: Final = 0.3  # of the runs, each part by itself, but for the last two
 _WITH_EVALUATION: Final = 0.4  # of the runs, in some of which a failure comes during one
 _LONGEST_DELAY_IN_EVALUATION_S: Final = 0.02
 _MAX_EVALUATED: Final = 25  # samples
@@ -56,11 +56,12 @@ _WITHOUT_MOVES: Final = ("reroute", "recycle", _BY_CHECKPOINT)  # whose recoveri
 _SALVAGING: Final = ("chameleon", "reroute")  # policies that complete an interrupted step
 _MOVING: Final = tuple(name for name in get_args(PolicyName) if name not in _WITHOUT_MOVES)
 
-Part = Literal["routed", "experts", "trees", "tied", "frozen", "optimizer", "stream"]
-"""What a model has beside the built-in Llama: routers with auxiliary losses, metrics and sums over the step; mixtures
-of experts; trees between layers; a tied head; frozen layers; an optimizer with groups, several optimizers or averages,
-each by a schedule; or its data as a stream.
+Part = Literal["routed", "experts", "trees", "tied", "frozen", "optimizer", "stream", "best", "recomputed"]
+"""What a run has beside the built-in Llama: routers with auxiliary losses, metrics and sums over the step; mixtures of
+experts; trees between layers; a tied head; frozen layers; an optimizer with groups, several optimizers or averages,
+each by a schedule; its data as a stream; the best of its evaluated states kept; or a first plan that recomputes.
 """
+_DRAWN_PARTS: Final = get_args(Part)[:-2]
 
 Target = Literal[
     "coordinator", "background process", "agent", "fork server", "worker", "launcher", "all", "disk", "link"
@@ -186,7 +187,7 @@ def draw(seed: int, *, joins: bool = False, strikes: bool = False) -> DrawnRun:
 def _drawn(seed: int, steps: tuple[int, int], *, joins: bool) -> DrawnRun:
     """Return a run without strikes, of a number of steps between two."""
     run = _in_slices(random.Random(f"slices {seed}"), _draw(seed, steps, joins=joins))
-    parts = tuple(part for part in get_args(Part) if random.Random(f"{part} {seed}").random() < _WITH_PART)
+    parts = tuple(part for part in _DRAWN_PARTS if random.Random(f"{part} {seed}").random() < _WITH_PART)
     run = _with_snapshots(random.Random(f"snapshots {seed}"), replace(run, parts=parts))
     return _with_evaluation(random.Random(f"evaluation {seed}"), run)
 

@@ -45,6 +45,7 @@ from chameleon_ft.errors import ConfigError, ControlError
 from chameleon_ft.events.lines import Record
 from chameleon_ft.events.records import StepRecord
 from chameleon_ft.launch.live_run import drain
+from chameleon_ft.plan import Plan, RecomputedLayers, data_pipeline_plan
 from chameleon_ft.storage.files import RunDirectory
 from chameleon_ft.storage.recorder import View
 from chameleon_ft.verify import TOLERANCES
@@ -86,6 +87,9 @@ def config_of(drawn: DrawnRun, directory: Path) -> TrainConfig:
         own = {"job": "benchmarks._drawn_llama:job", "job_arguments": {"parts": " ".join(drawn.parts)}}
     if drawn.evaluation:
         own["evaluation"] = Evaluation(every=drawn.evaluation[0], samples=drawn.evaluation[1])
+    if "recomputed" in drawn.parts:
+        own["plan"] = directory / "plan.json"
+        own["plan"].write_text(_recomputing(drawn).to_json())
     respawn = {"respawn": True, "respawn_delay_s": 0.2} if drawn.respawn else {}
     every, mode = drawn.snapshots or (0, "copy")
     return small_config(
@@ -111,13 +115,31 @@ def config_of(drawn: DrawnRun, directory: Path) -> TrainConfig:
             dropout=drawn.dropout,
             tie_embeddings="tied" in drawn.parts,
         ),
-        checkpoint=Checkpoint(every=drawn.checkpoint_every),
+        checkpoint=Checkpoint(
+            every=drawn.checkpoint_every, keep_best="loss" if "best" in drawn.parts and drawn.evaluation else ""
+        ),
         health=Health(detect_slow=any(failure.kind in SLOWNESS for failure in drawn.failures), slow_links="all"),
         snapshots=Snapshots(every=every, mode=mode),
         recovery=Recovery.model_validate({"policy": drawn.policy, **respawn}),
         failures=drawn.failures,
         **own,
     )
+
+
+def _recomputing(drawn: DrawnRun) -> Plan:
+    """Return a plan by which each worker recomputes all its layers, the last ones of some workers selectively."""
+    plan = data_pipeline_plan(
+        layer_costs=[1.0] * (drawn.blocks + 2),
+        dp=drawn.dp,
+        pp=drawn.pp,
+        micro_batches=drawn.micro_batches,
+        split_backward=drawn.split_backward,
+    )
+    ranges = {worker: plan.placement.ranges_of(worker)[0] for worker in plan.workers}
+    recompute = {
+        worker: RecomputedLayers(own.start, own.stop, worker % (len(own) + 1)) for worker, own in ranges.items()
+    }
+    return replace(plan, recompute=recompute)
 
 
 def run_drawn(drawn: DrawnRun, directory: Path) -> Findings:

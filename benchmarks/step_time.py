@@ -4,7 +4,8 @@ Both systems train the same model in the same layout, with the same micro-batche
 processes over gloo with one compute thread each: chameleon, and torch.distributed.pipelining's Schedule1F1B with an
 all-reduce of the gradients, started by torchrun. Their runs alternate. A step is timed from one update to the next,
 each taken at the last worker, by stamps in the model that both train. The losses must agree, or the comparison is
-refused. With --optimizer-redundancy, the runs are compared that share the optimizer's state and those that do not.
+refused. With --optimizer-redundancy, the runs are compared that share the optimizer's state and those that do not; with
+--compile, those with compiled layers and those without.
 """
 
 from __future__ import annotations
@@ -50,6 +51,9 @@ def main() -> int:
         owners = config.parallel.model_copy(update={"optimizer_redundancy": given.optimizer_redundancy})
         shared = config.model_copy(update={"parallel": owners})
         systems = {"shared": lambda _, given, path: _run_chameleon(shared, given, path), "whole": _run_chameleon}
+    if given.compile:
+        own = config.model_copy(update={"compile": "static"})
+        systems = {"compiled": lambda _, given, path: _run_chameleon(own, given, path), "eager": _run_chameleon}
     runs: dict[str, list[_Run]] = {name: [] for name in systems}
     for number in range(given.rounds):
         # Each goes first in every other round, so that neither gains from slow changes of the machine.
@@ -68,6 +72,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--optimizer-redundancy", type=int, metavar="OWNERS", help="compare sharing among so many owners with none"
     )
+    parser.add_argument("--compile", action="store_true", help="compare compiled layers with others")
     parser.add_argument("--rounds", type=int, default=5, help="runs of each system")
     parser.add_argument("--steps", type=int, default=40, help="steps of a run that are timed")
     parser.add_argument("--warmup", type=int, default=5, help="steps before them that are not")

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BoundarySpec",
+    "Compile",
     "Dataset",
     "Job",
     "ModelParameters",
@@ -202,6 +203,24 @@ class Precision:
         return any(fnmatchcase(name, pattern) for pattern in self.fp32_modules for name in names)
 
 
+@dataclass(frozen=True, slots=True)
+class Compile:
+    """Compilation of layers by `torch.compile`.
+
+    Attributes:
+        shapes: off: layers are not compiled; static: for the shapes that they get; dynamic: for variable shapes.
+        backend: one of torch's, which compiles.
+    """
+
+    shapes: Literal["off", "static", "dynamic"] = "off"
+    backend: str = "inductor"
+
+    @property
+    def is_on(self) -> bool:
+        """Whether layers are compiled."""
+        return self.shapes != "off"
+
+
 class ModelParameters(list["nn.Parameter"]):
     """The parameters of a model in the order of its layers, as `list(model.parameters())` has them, with their names.
 
@@ -274,6 +293,7 @@ class Job:
             layer 0 begin with the one that is its first argument. None: found before a run, by the names of the
             arguments of each forward.
         precision: element type that the layers compute in; `load_job` sets that of the configuration.
+        compile: how layers are compiled; `load_job` sets that of the configuration.
         built_in_full: layers of which a worker initialises the parameters even if it then loads a state, because the
             factory computes more from them than the state; None: found whenever a worker builds such a layer. The
             inspection of a job finds them before a run.
@@ -304,6 +324,7 @@ class Job:
     boundaries: Callable[[int], Sequence[BoundarySpec]] | None = None
     fields: Sequence[Sequence[str]] | None = None
     precision: Precision = Precision()
+    compile: Compile = Compile()
     built_in_full: Collection[int] | None = None
     side_outputs: Sequence[Sequence[str]] = ()
     arguments: Mapping[str, ArgumentValue] = field(default_factory=dict)
@@ -482,7 +503,12 @@ def load_job(reference: str, config: RunConfig) -> Job:
     if not isinstance(job, Job):
         _, name = _split_reference(reference, "job")
         raise ConfigError(f"job {reference!r}: {name}() returned {type(job).__name__}, not a chameleon_ft.Job")
-    return replace(job, precision=Precision(config.precision, config.fp32_modules), arguments=arguments)
+    return replace(
+        job,
+        precision=Precision(config.precision, config.fp32_modules),
+        compile=Compile(config.compile, config.compile_backend),
+        arguments=arguments,
+    )
 
 
 def arguments_of_job(reference: str, config: RunConfig) -> tuple[JobArgument, ...]:

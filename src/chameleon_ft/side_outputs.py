@@ -207,3 +207,7 @@ def _one(what: str, value: Tensor | float) -> Tensor:
     if tensor.numel() != 1:
         raise ConfigError(f"{what} got a tensor of shape {tuple(tensor.shape)}: give one number, such as its sum")
     return (tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor).sum()
+
+
+UNCOMPILED: Final = (auxiliary_loss, log, _number, _one)
+"""Functions that have nothing for a compiler."""

@@ -103,6 +103,16 @@ class RunConfig(Section):
         description="Modules, parameters and buffers that bf16 leaves in float32: patterns of the names of classes of "
         'modules, or of names within a layer, such as "feed_forward.router".',
     )
+    compile: Literal["off", "static", "dynamic"] = Field(
+        default="off",
+        description="Compile each layer by torch.compile, before training: static: for the shapes of this run; "
+        "dynamic: for variable shapes, if shapes inside a layer depend on the data. Equal layers are compiled once.",
+    )
+    compile_backend: str = Field(
+        default="inductor",
+        min_length=1,
+        description="Backend of torch.compile; inductor needs a C++ compiler on a CPU.",
+    )
     threads: int = Field(default=1, ge=1, description="Threads per worker on a CPU.")
     plan: Annotated[Path, Field(strict=False)] | None = Field(
         default=None,
@@ -240,6 +250,8 @@ class RunConfig(Section):
     def _emulation_problems(self) -> Iterator[tuple[str, str]]:
         if self.is_emulated and self.profile is None:
             yield "profile", 'device = "emulated" needs a profile for the times of operations; see chameleon profile'
+        if self.is_emulated and self.compile != "off":
+            yield "compile", "an emulated device computes nothing; leave one of them out"
         if self.is_emulated and self.debug != "off":
             yield "debug", "an emulated device computes nothing; leave one of them out"
         if self.is_emulated != (self.job == STAND_IN_JOB):

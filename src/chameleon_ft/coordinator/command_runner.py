@@ -360,6 +360,7 @@ class CommandRunner:
             built_in_full=job.built_in_full,
             side_outputs=job.side_outputs,
             fields=job.fields,
+            micro_batch=job.micro_batch,
             samples=json.dumps(dict(islice(job.record.data.items(), 3))),
         )
 

@@ -78,6 +78,7 @@ class Fingerprint:
         device: the device's own name ("NVIDIA H100 80GB HBM3").
         threads: threads that a worker computes with on a CPU; 0 if that has no influence.
         versions: package -> version, of packages that influence the times.
+        compile: how layers were compiled, and by which backend.
     """
 
     model: str
@@ -86,6 +87,7 @@ class Fingerprint:
     device: str
     threads: int
     versions: Mapping[str, str]
+    compile: str = "off"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -54,6 +54,7 @@ class JobInfo:
     built_in_full: tuple[int, ...] = ()  # layers that are initialised even if a state is loaded into them
     side_outputs: tuple[tuple[str, ...], ...] = ()  # names of what each layer gives beside its output
     fields: tuple[tuple[str, ...], ...] = ()  # of a micro-batch, that each layer gets, as `Job.fields`
+    micro_batch: BoundaryMessage | None = None  # its inputs and targets, if layers are compiled
     device: str = ""  # name of the device, as it reports it; empty if this host has no such device
     record: JobRecord = field(default_factory=JobRecord)  # kept with checkpoints
     arguments: Mapping[str, bool | int | float | str] = FrozenMap({})  # those of `job_arguments`, by their types
@@ -89,6 +90,7 @@ class JobInfo:
             device=self.device,
             threads=config.threads if config.device == "cpu" else 0,
             versions=dict(self.versions),
+            compile="off" if config.compile == "off" else f"{config.compile} by {config.compile_backend}",
         )
 
     def settled(self, config: RunConfig) -> RunConfig:
@@ -101,6 +103,8 @@ class JobInfo:
     def costs(self, config: RunConfig, hosts: Mapping[int, str], rate: OperationRate) -> CostModel:
         """Return the cost model of this job on the workers of `hosts`, worker -> host."""
         total = math.fsum(self.relative_costs)
+        # The I of a compiled layer is its whole backward.
+        share = 0.5 if config.compile == "off" else 1.0
         first_trained = next((index for index, size in enumerate(self.gradient_bytes) if size), 0)
         layers = tuple(
             _with_state(
@@ -108,8 +112,8 @@ class JobInfo:
                     name=f"layer {index}",
                     forward_s=rate.forward_s * cost / total,
                     # A backward ends at the first layer that is trained, and frozen layers have no W.
-                    input_grad_s=rate.backward_s / 2 * cost / total if index >= first_trained else 0.0,
-                    weight_grad_s=rate.backward_s / 2 * cost / total if self.gradient_bytes[index] else 0.0,
+                    input_grad_s=rate.backward_s * share * cost / total if index >= first_trained else 0.0,
+                    weight_grad_s=rate.backward_s * (1 - share) * cost / total if self.gradient_bytes[index] else 0.0,
                     param_bytes=self.param_bytes[index],
                     gradient_bytes=self.gradient_bytes[index],
                     # Parameters of 16 bits have gradients, and masters, of 32 bits.

@@ -73,6 +73,7 @@ class Welcome(Message):
     built_in_full: tuple[int, ...] = ()  # layers that are initialised even if a state is loaded into them
     side_outputs: tuple[tuple[str, ...], ...] = ()  # names of what each layer gives beside its output
     fields: tuple[tuple[str, ...], ...] = ()  # of a micro-batch, that each layer gets
+    micro_batch: BoundaryMessage | None = None  # its inputs and targets, if layers are compiled
     samples: str = "{}"  # facts of the job's record as JSON: the number of samples, and the first
     incarnation: int = 1  # number of the worker's incarnation, from 1
 

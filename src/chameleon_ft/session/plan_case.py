@@ -398,7 +398,7 @@ def _profile_of_config(config: RunConfig, path: Path, *, device_name: str | None
 
         # Device and versions are not compared: the run may be on another machine than this one.
         job = inspect_job(config).profiled_as(config)
-        profile.require({"model": job.model, "dtype": job.dtype, "threads": job.threads})
+        profile.require({name: getattr(job, name) for name in ("model", "dtype", "threads", "compile")})
     return profile
 
 

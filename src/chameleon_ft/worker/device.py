@@ -13,6 +13,8 @@ from torch import distributed
 
 from chameleon_ft.config import BACKENDS, DEVICES, RunConfig
 from chameleon_ft.errors import ConfigError
+from chameleon_ft.job import Compile
+from chameleon_ft.models.compilation import missing_compiler
 from chameleon_ft.registry import imported
 from chameleon_ft.worker.communicators.base import Communicators
 
@@ -53,11 +55,14 @@ def _has_backend(name: str) -> bool:
 
 
 def require_devices(config: RunConfig, workers: int) -> None:
-    """Raise ConfigError unless this host has the device of `config` for so many workers."""
+    """Raise ConfigError unless this host has the device, and the compiler, of `config` for so many workers."""
     names = f'device = "{config.device}"' + ("" if config.backend == "gloo" else f', backend = "{config.backend}"')
     if why := missing_device(config):
         raise ConfigError(f'{names}: {why}; or take device = "cpu" with the backend gloo')
-    if not DEVICES[config.device].is_accelerator or config.share_devices:
+    own, is_accelerator = Compile(config.compile, config.compile_backend), DEVICES[config.device].is_accelerator
+    if why := missing_compiler(own, on_accelerator=is_accelerator):
+        raise ConfigError(f'compile = "{config.compile}": {why}; or leave compile out')
+    if not is_accelerator or config.share_devices:
         return
     if (count := torch.accelerator.device_count()) < workers:
         raise ConfigError(

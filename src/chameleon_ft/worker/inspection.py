@@ -6,6 +6,7 @@ import contextlib
 import platform
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -36,8 +37,17 @@ from chameleon_ft.protocol.job_info import JobInfo
 from chameleon_ft.protocol.parts import BoundaryMessage, LeafMessage
 from chameleon_ft.quantities import data_size
 from chameleon_ft.side_outputs import AUXILIARY
-from chameleon_ft.trees import Boundary, BoundaryTree, leaves_of, structure_from_json, structure_to_json
+from chameleon_ft.trees import (
+    Boundary,
+    BoundaryTree,
+    boundary_of,
+    leaf_spec,
+    leaves_of,
+    structure_from_json,
+    structure_to_json,
+)
 from chameleon_ft.worker.device import claim_device, device_name, missing_device, require_devices
+from chameleon_ft.worker.execution.compilation import compile_layers
 from chameleon_ft.workload import TiedParameters
 
 
@@ -50,7 +60,8 @@ def inspection_main(pipe: int, *, config: RunConfig, workers: int) -> None:
     try:
         if workers:
             require_devices(config, workers)
-        found = inspect_job(config)
+        # Then the workers find compiled layers in the host's cache.
+        found = inspect_job(config, compiles=workers > 0)
     except ChameleonError as error:
         found = error
     with contextlib.suppress(OSError):
@@ -87,13 +98,16 @@ def _own_place_of(error: BaseException) -> str | None:
     return None if place is None or "/chameleon_ft/" in place else place
 
 
-def inspect_job(config: RunConfig) -> JobInfo:
-    """Load the job and measure its layers. Raises ConfigError where it cannot be trained with `config`."""
+def inspect_job(config: RunConfig, *, compiles: bool = False) -> JobInfo:
+    """Load the job and measure its layers; with `compiles`, also compile them if they are to be.
+
+    Raises ConfigError where it cannot be trained with `config`.
+    """
     with users_errors(config):
-        return _inspect_job(config)
+        return _inspect_job(config, compiles=compiles)
 
 
-def _inspect_job(config: RunConfig) -> JobInfo:
+def _inspect_job(config: RunConfig, *, compiles: bool) -> JobInfo:
     job = load_job(config.job, config)
     if job.num_layers < config.parallel.pp:
         raise ConfigError(
@@ -110,7 +124,8 @@ def _inspect_job(config: RunConfig) -> JobInfo:
     if run_on.type != "meta":
         check_optimizer(job, device=run_on)
     size = config.batch.micro_batch_size
-    job = with_fields(job, *first_micro_batch(job, size, config.seed))
+    first = first_micro_batch(job, size, config.seed)
+    job = with_fields(job, *first)
     hints: list[str] = []
     outputs: dict[str, Fact] = {}
     # Of layers that are not examined, as if each had some.
@@ -148,6 +163,10 @@ def _inspect_job(config: RunConfig) -> JobInfo:
     name = "Llama" if isinstance(config, TrainConfig) else config.job.rpartition("/")[2]
     num_bytes = sum(sizes) - sum((len(layers) - 1) * size for layers, size in tied.items())
     data = "samples of a stream" if is_stream(job.dataset) else f"{len(job.dataset):,} samples"
+    job = replace(job, side_outputs=tuple(side.get(layer, (AUXILIARY,)) for layer in range(job.num_layers)))
+    read = boundary_of(tuple(first), leaf_spec) if job.compile.is_on else None
+    if compiles and read is not None and run_on.type != "meta":
+        compile_layers(job, boundaries, read, seed=config.seed, device=run_on)
     return JobInfo(
         model=f"{name}, {job.num_layers} layers, {data_size(num_bytes)} of parameters",
         data=f"{data}, {config.batch.samples} a step",
@@ -161,9 +180,10 @@ def _inspect_job(config: RunConfig) -> JobInfo:
         undivided=undivided,
         hints=tuple(hints),
         built_in_full=layers_built_in_full(job, config.seed),
-        side_outputs=tuple(side.get(layer, (AUXILIARY,)) for layer in range(job.num_layers)),
+        side_outputs=tuple(map(tuple, job.side_outputs)),
         fields=tuple(map(tuple, job.fields or ())),
         has_evaluation=job.evaluation is not None,
+        micro_batch=None if read is None else boundary_to_message(read),
         device=device,
         record=record_of(job, config, samples=samples.facts, outputs=outputs, device=run_on),
         arguments=FrozenMap({name: as_setting(job.arguments[name]) for name in config.job_arguments}),

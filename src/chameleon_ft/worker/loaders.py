@@ -2,8 +2,8 @@
 
 They are forked from a server, a process that is forked from the rank before the rank has threads, connections or an
 accelerator. The server loads the job as the rank does, so that a dataset is never pickled, and a loader that is lost is
-replaced in milliseconds. The tensors of a micro-batch come in a file in memory whose descriptor is passed to the rank;
-the kernel frees it with its last user, whoever ends first.
+replaced in milliseconds. The tensors of a micro-batch come in its message if they are small, otherwise in a file in
+memory whose descriptor is passed to the rank; the kernel frees it with its last user, whoever ends first.
 
 A loader of torch's DataLoader cannot be told what to read next once a plan has changed, and ends its iterator with it.
 """
@@ -11,6 +11,7 @@ A loader of torch's DataLoader cannot be told what to read next once a plan has 
 from __future__ import annotations
 
 import gc
+import itertools
 import mmap
 import os
 import pickle
@@ -20,9 +21,9 @@ import socket
 import struct
 import sys
 import traceback
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from io import BytesIO
 from math import prod
@@ -47,11 +48,10 @@ Key = tuple[int, int]
 """(step, number of the micro-batch in it)"""
 
 _NUMBER: Final = struct.Struct("<q")
-_REQUEST: Final = struct.Struct("<qq")
 _MAX_MESSAGE: Final = 1 << 17
 _ALIGNMENT: Final = 64
-# A loader has its next request when it has answered one.
-_REQUESTS: Final = 2
+# To make and to map a file takes longer than to copy so many bytes twice.
+_MAX_INLINE: Final = 1 << 14
 _MAX_AHEAD: Final = 64
 _POLL_S: Final = 0.02
 _PROGRESS_BYTES: Final = 128
@@ -126,17 +126,26 @@ class LoaderServer:
 
 @dataclass(slots=True, eq=False)
 class _Loader:
-    """A loader and the micro-batches that it has been told to read, the present one first."""
+    """A loader.
+
+    Attributes:
+        told: micro-batches that it has been told to read and has not sent, in order; it has perhaps begun the first.
+        received: how many it has sent since it was last told what to read.
+    """
 
     number: int
     socket: socket.socket
     is_ready: bool = False
-    told: deque[Key] = field(default_factory=deque)
+    told: list[Key] = field(default_factory=list)
+    received: int = 0
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class PrefetchedReads:
     """A source of samples that loaders have read before they are needed, in the order in which they are.
+
+    Loaders are told what to read once a step, because each message wakes one up, which may take the processor of the
+    rank. What they are told later replaces what they were told before.
 
     The rank reads itself while no loader is ready, and once more what a loader has failed to read. If a loader ends, it
     is replaced, and its reads are done again; since they depend on the position alone, none is lost or made twice.
@@ -162,26 +171,29 @@ class PrefetchedReads:
     steps: int
     _loaders: list[_Loader] = field(default_factory=list)
     _read: dict[Key, MicroBatch | ReadError] = field(default_factory=dict)
-    _wanted: deque[Key] = field(default_factory=deque)
+    # In order, those that loaders have been told of among them.
+    _wanted: dict[Key, None] = field(default_factory=dict)
     _ends: Counter[Key | None] = field(default_factory=Counter)
 
-    def expect(self, step: int, wanted: Sequence[int], following: Sequence[int]) -> None:
+    def expect(self, step: int, wanted: Sequence[int], following: Sequence[int]) -> Sequence[int]:
         """See `SampleSource`."""
         self._collect()
         ahead = range(step + 1, min(step + 1 + self.prefetch, self.steps))
         keys = [(step, each) for each in wanted] + [(later, each) for later in ahead for each in following]
         self._read = {key: value for key, value in self._read.items() if key[0] >= step}
-        known = self._read.keys() | {key for loader in self._loaders for key in loader.told}
-        self._wanted = deque(key for key in keys if key not in known)
+        self._wanted = dict.fromkeys(key for key in keys if key not in self._read)
         if keys and not self._loaders:
             for number in range(self.count):
                 self._start(number)
         self._tell()
+        found = [(each, self._read.get((step, each))) for each in wanted]
+        return [each for each, read in found if isinstance(read, MicroBatch) and not read.left_out]
 
     def read(self, step: int, micro_batch: int) -> MicroBatch:
         """See `SampleSource`. Raises the error of the dataset, if the samples cannot be read here either."""
         key = (step, micro_batch)
-        self._collect()
+        if key not in self._read:
+            self._collect()
         while key not in self._read:
             loader = self._reader_of(key)
             if loader is not None:
@@ -190,10 +202,11 @@ class PrefetchedReads:
                 # It may end this process, too.
                 self._wait_for_any(key)
             else:
-                self._wanted = deque(each for each in self._wanted if each != key)
+                self._wanted.pop(key, None)
                 self._read[key] = self.reads.read(step, micro_batch)
         found = self._read.pop(key)
-        self._tell()
+        if len(self._read) + len(told := self._told()) <= _MAX_AHEAD // 2 and self._wanted.keys() - told:
+            self._tell()
         if isinstance(found, MicroBatch) and not found.left_out:
             return found
         error = found.text if isinstance(found, ReadError) else next(iter(found.left_out.values()))
@@ -212,7 +225,9 @@ class PrefetchedReads:
         if not ready:
             return None
         loader = min(ready, key=lambda each: len(each.told))
-        return loader if self._tell_one(loader, key) else self._reader_of(key)
+        # It has perhaps begun the first.
+        self._send(loader, [*loader.told[:1], key, *loader.told[1:]])
+        return loader if loader in self._loaders else self._reader_of(key)
 
     def _wait_for(self, key: Key, loader: _Loader) -> None:
         """Wait until a loader has read a micro-batch, has come to another sample, or has ended."""
@@ -232,25 +247,34 @@ class PrefetchedReads:
     def _doing(self, loader: _Loader) -> str:
         return self.progress(loader.number) or _describe(loader.told[0])
 
-    def _tell(self) -> None:
-        """Tell the loaders what to read next."""
-        while self._wanted:
-            known = len(self._read) + sum(len(loader.told) for loader in self._loaders)
-            free = [loader for loader in self._loaders if loader.is_ready and len(loader.told) < _REQUESTS]
-            if not free or known >= _MAX_AHEAD:
-                return
-            self._tell_one(min(free, key=lambda each: len(each.told)), self._wanted[0])
+    def _told(self) -> set[Key]:
+        return {key for loader in self._loaders for key in loader.told}
 
-    def _tell_one(self, loader: _Loader, key: Key) -> bool:
-        """Tell a loader to read a micro-batch; return whether it is alive."""
+    def _tell(self) -> None:
+        """Tell each loader what to read next: what it has begun, and its share of what is wanted."""
+        ready = [loader for loader in self._loaders if loader.is_ready]
+        if not ready:
+            return
+        told = self._told()
+        shares = {loader: [key for key in loader.told[1:] if key in self._wanted] for loader in ready}
+        new = [key for key in self._wanted if key not in told]
+        for key in new[: max(_MAX_AHEAD - len(self._read) - len(told), 0)]:
+            min(shares.values(), key=len).append(key)
+        places = {key: place for place, key in enumerate(self._wanted)}
+        for loader, share in shares.items():
+            self._send(loader, [*loader.told[:1], *sorted(share, key=places.__getitem__)])
+
+    def _send(self, loader: _Loader, keys: list[Key]) -> None:
+        """Tell a loader what to read from now on."""
+        if keys == loader.told:
+            return
+        numbers = [loader.received, *itertools.chain.from_iterable(keys)]
         try:
-            loader.socket.send(_REQUEST.pack(*key))
+            loader.socket.send(struct.pack(f"<{len(numbers)}q", *numbers))
         except OSError:
             self._ended(loader)
-            return False
-        loader.told.append(key)
-        self._wanted = deque(each for each in self._wanted if each != key)
-        return True
+        else:
+            loader.told, loader.received = keys, 0
 
     def _collect(self, timeout_s: float = 0.0) -> None:
         """Take what the loaders have read, or wait for the first of it for so long."""
@@ -268,10 +292,17 @@ class PrefetchedReads:
                 self._ended(loader)
             elif loader.is_ready:
                 self._ends[None] = 0
-                self._read[loader.told.popleft()] = _unpacked(message, files)
+                self._received(loader, *_unpacked(message, files))
             else:
                 loader.is_ready = True
-        self._tell()
+                self._tell()
+
+    def _received(self, loader: _Loader, key: Key, found: MicroBatch | ReadError) -> None:
+        loader.received += 1
+        if key in loader.told:
+            loader.told.remove(key)
+        self._wanted.pop(key, None)
+        self._read[key] = found
 
     def _start(self, number: int) -> None:
         try:
@@ -289,9 +320,8 @@ class PrefetchedReads:
         self._ends[last] += last is not None
         if last is not None and self._ends[last] >= _MAX_ENDS:
             self._read[last] = ReadError(f"{_MAX_ENDS} loaders in a row have ended{doing}")
-            loader.told.popleft()
-        self._wanted.extendleft(reversed(loader.told))
-        loader.told.clear()
+            self._wanted.pop(last, None)
+        loader.told = []
         if self._ends[None] < _MAX_ENDS + self.count:
             print(f"loader {loader.number} has ended{doing}; another one takes its place", file=sys.stderr)
             self.ended(f"loader {loader.number}", doing.strip())
@@ -315,6 +345,9 @@ def _serve(requests: socket.socket, progress: mmap.mmap) -> NoReturn:
         # A batch system may send one to every process, but the rank still needs its loaders then.
         for number in terminations():
             signal.signal(number, signal.SIG_IGN)
+        # The processor is not taken from a rank as soon as there is something to read.
+        with suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
         own = os.getpid()
         loaded: tuple[Job, RunConfig] | None = None
@@ -374,27 +407,40 @@ class _Progress:
 
 
 def _load(requests: socket.socket, reads: SampleSource) -> None:
-    """Read the micro-batches that are asked for, in order, until the rank ends."""
+    """Read the micro-batches of the newest request, in order, until the rank ends."""
     requests.send(b"ready")
-    while request := requests.recv(_REQUEST.size):
+    wanted: list[Key] = []
+    # Since the request before.
+    sent: list[Key] = []
+    while True:
+        while not wanted or select.select([requests], [], [], 0)[0]:
+            request = requests.recv(_MAX_MESSAGE)
+            if not request:
+                return
+            received, *numbers = struct.unpack(f"<{len(request) // _NUMBER.size}q", request)
+            del sent[:received]
+            # The rank did not have these yet.
+            wanted = [key for key in zip(numbers[::2], numbers[1::2], strict=True) if key not in sent]
+        key = wanted.pop(0)
         found: MicroBatch | ReadError
         try:
-            found = reads.read(*_REQUEST.unpack(request))
+            found = reads.read(*key)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - of the dataset
             traceback.print_exc()
             found = ReadError(describe_error(error))
-        message, files = _packed(found)
+        message, files = _packed(key, found)
         socket.send_fds(requests, [message], files)
         for file in files:
             os.close(file)
+        sent.append(key)
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles the places of tensors in a file instead of their elements."""
+    """Pickles the places of tensors in a memory of their own instead of their elements."""
 
     def __init__(self, file: BytesIO) -> None:
         super().__init__(file)
-        self.tensors: list[tuple[int, Tensor]] = []
+        self._tensors: list[tuple[int, Tensor]] = []
         self.num_bytes = 0
 
     def persistent_id(self, value: Any) -> Any:
@@ -402,45 +448,52 @@ class _Pickler(pickle.Pickler):
         if not isinstance(value, Tensor):
             return None
         begin = self.num_bytes
-        self.tensors.append((begin, value))
+        self._tensors.append((begin, value))
         self.num_bytes += -(-value.nbytes // _ALIGNMENT) * _ALIGNMENT
         return begin, value.dtype, tuple(value.shape)
 
+    def write_to(self, memory: mmap.mmap | bytearray) -> None:
+        """Write the elements to their places."""
+        for begin, tensor in self._tensors:
+            content = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+            memory[begin : begin + tensor.nbytes] = content
+
 
 class _Unpickler(pickle.Unpickler):
-    """Makes tensors of the places in a file, in its memory."""
+    """Makes tensors of the places in a memory."""
 
-    def __init__(self, message: bytes, memory: mmap.mmap | None) -> None:
-        super().__init__(BytesIO(message))
+    def __init__(self, head: bytes, memory: mmap.mmap | bytearray) -> None:
+        super().__init__(BytesIO(head))
         self._memory = memory
 
     def persistent_load(self, place: Any) -> Tensor:
         """Return the tensor of a place."""
         begin, dtype, shape = place
-        if self._memory is None or not prod(shape):
+        if not prod(shape):
             return torch.empty(shape, dtype=dtype)
         return torch.frombuffer(self._memory, dtype=dtype, count=prod(shape), offset=begin).view(shape)
 
 
-def _packed(found: MicroBatch | ReadError) -> tuple[bytes, list[int]]:
-    """Return a message, and the descriptor of the file with its tensors, if it has any."""
+def _packed(key: Key, found: MicroBatch | ReadError) -> tuple[bytes, list[int]]:
+    """Return a message, and the descriptor of the file with its tensors unless they are in the message."""
     pickler = _Pickler(head := BytesIO())
-    pickler.dump(found)
-    if not pickler.num_bytes:
-        return head.getvalue(), []
+    pickler.dump((key, found))
+    message = _NUMBER.pack(head.tell()) + head.getvalue()
+    if pickler.num_bytes <= _MAX_INLINE:
+        pickler.write_to(content := bytearray(pickler.num_bytes))
+        return message + content, []
     descriptor = os.memfd_create("samples")
     os.ftruncate(descriptor, pickler.num_bytes)
     with mmap.mmap(descriptor, pickler.num_bytes) as memory:
-        for begin, tensor in pickler.tensors:
-            content = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
-            memory[begin : begin + tensor.nbytes] = content
-    return head.getvalue(), [descriptor]
+        pickler.write_to(memory)
+    return message, [descriptor]
 
 
-def _unpacked(message: bytes, files: Iterable[int]) -> MicroBatch | ReadError:
-    memory = None
+def _unpacked(message: bytes, files: Iterable[int]) -> tuple[Key, MicroBatch | ReadError]:
+    head = message[_NUMBER.size :][: _NUMBER.unpack_from(message)[0]]
+    memory: mmap.mmap | bytearray = bytearray(message[_NUMBER.size + len(head) :])
     for descriptor in files:
         memory = mmap.mmap(descriptor, 0)
         os.close(descriptor)
-    found: MicroBatch | ReadError = _Unpickler(message, memory).load()
+    found: tuple[Key, MicroBatch | ReadError] = _Unpickler(head, memory).load()
     return found

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 from chameleon_ft.cluster import Cluster, Worker
 from chameleon_ft.config import RunConfig, config_type, parse_config
@@ -32,6 +32,7 @@ from chameleon_ft.host.fork_server import (
 )
 from chameleon_ft.host.processes import start_time
 from chameleon_ft.job import is_stream
+from chameleon_ft.models.compilation import tell_of_compilations
 from chameleon_ft.protocol.address import CoordinatorAccess, require_worker_ports
 from chameleon_ft.protocol.job_info import LOOPBACK
 from chameleon_ft.protocol.messages import Crashed, Exit, Ready, Refused, Welcome
@@ -44,11 +45,17 @@ from chameleon_ft.worker.context import RankContext
 from chameleon_ft.worker.control_client import ControlClient
 from chameleon_ft.worker.device import claim_device, communicators_for
 from chameleon_ft.worker.execution.bad_steps import describe_error
+from chameleon_ft.worker.execution.compilation import compile_layers
 from chameleon_ft.worker.fault_injection import FaultInjector, failures_of_incarnation
 from chameleon_ft.worker.inspection import boundary_of_message, load_examined
 from chameleon_ft.worker.loaders import LoaderServer
 from chameleon_ft.worker.preflight import available_bytes
 from chameleon_ft.worker.trainer import Trainer
+
+_COMPILED_LATER: Final = (
+    "torch compiles a part of a layer during training, because it is called with another shape or value than before; "
+    "TORCH_LOGS=recompiles shows why"
+)
 
 
 def spawned_rank_main(*lifelines: int, member: Member, **arguments: Any) -> NoReturn:
@@ -183,6 +190,11 @@ def _trainer(
         pace=None if emulated is None else emulated.pace,
         stand_in_scale=None if emulated is None else emulated.scale,
     )
+    if welcome.micro_batch is not None:
+        client.activity.idle("compiling layers")
+        read = boundary_of_message(welcome.micro_batch)
+        compile_layers(context.job, context.boundaries, read, seed=config.seed, device=device)
+        tell_of_compilations(partial(print, _COMPILED_LATER, file=sys.stderr))
     return Trainer(
         context,
         config=config,

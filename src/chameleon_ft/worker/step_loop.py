@@ -196,9 +196,9 @@ class StepLoop:
         start_s, start_unix_s = time.perf_counter(), unix_s()
         state = self.committer.begin()
         self._begin_check(always=repetition is not None)
-        self.executor.micro_batches.expect(step, order.operations, order.operations)
         with self.recorder.noting_interruption(state, generation=order.generation):
             with as_job_errors():
+                self.executor.micro_batches.expect(step, order.operations, order.operations)
                 stats = self.executor.run(state, order.operations, after=self._after(reductions), repetition=repetition)
             computed = ComputedStep(
                 stats=stats, reductions=reductions, contributions=state.contributions(), repetition=repetition
@@ -269,7 +269,6 @@ class StepLoop:
         reduced = {key for segment in buffers.segments if len(segment.holders) > 1 for key in segment.keys}
         if twice := reduced & buffers.totals - sources.keys():
             raise ControlError(f"worker {worker} holds the sums of {sorted(twice)}, which would be summed again")
-        self.executor.micro_batches.expect(state.step, operations, self.generation.order.operations)
         added_to = {layer for o in operations if o.kind in ADDS_TO_GRADIENTS for layer in o.layers}
         zeros = {key for key, source in sources.items() if source != worker}
         with (
@@ -277,6 +276,7 @@ class StepLoop:
             Reductions(buffers, operations, self.mover, zeros=zeros) as reductions,
         ):
             with as_job_errors(), buffers.protecting(key for key in buffers.totals if not added_to.isdisjoint(key)):
+                self.executor.micro_batches.expect(state.step, operations, self.generation.order.operations)
                 stats = self.executor.resume(
                     state,
                     operations,

@@ -340,8 +340,9 @@ class StreamFeed:
             self._ahead.close()
             self._mover.start(self._run, self._receive)
 
-    def expect(self, step: int, wanted: Sequence[int], following: Sequence[int]) -> None:
+    def expect(self, step: int, wanted: Sequence[int], following: Sequence[int]) -> Sequence[int]:
         """See `SampleSource`: what this rank needs in all steps of the generation is known."""
+        return ()
 
     def read(self, step: int, micro_batch: int) -> MicroBatch:
         """Return the samples of a micro-batch that this rank needs, once they are there.

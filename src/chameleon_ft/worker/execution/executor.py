@@ -289,6 +289,7 @@ class _StepExecution:
         if not self._operations:
             self._fail_if_planned(0)
         losses = self._state.losses.values()
+        self._stats.data_wait_s = self._executor.micro_batches.wait_s
         self._stats.loss = self._state.loss
         self._stats.terms = math.fsum(loss.terms for loss in losses)
         self._stats.samples = sum(loss.samples for loss in losses)
@@ -300,9 +301,7 @@ class _StepExecution:
 
     def _run_operation(self, index: int, operation: Operation) -> None:
         if reads_samples(operation, self._executor.rank.job):
-            start = perf_counter()
             self._executor.micro_batches(self._state.step, operation.micro_batch)
-            self._stats.data_wait_s += perf_counter() - start
         message = self._message(index, operation)
         if operation.kind is OperationKind.FORWARD:
             self._executor.await_parameters(operation.layers)

@@ -31,6 +31,7 @@ from chameleon_ft.errors import ConfigError
 from chameleon_ft.job import Job, is_stream
 from chameleon_ft.keys import generator_lock
 from chameleon_ft.models.build import blank_layer, initial_layer, seed_forward
+from chameleon_ft.models.compilation import runner
 from chameleon_ft.models.optimizer import ModelOptimizer
 from chameleon_ft.models.precision import cast_layer
 from chameleon_ft.models.recomputation import selective_recomputation
@@ -225,6 +226,7 @@ class HeldLayers:
         optimizer: ModelOptimizer | None = None,
     ) -> None:
         self._job = job
+        self._run_layer = runner(job.compile)
         # The last output goes into the loss, and is not sent.
         self._checked = boundaries[:-1]
         self._seed = seed
@@ -303,12 +305,14 @@ class HeldLayers:
             module = self._layers[layer].module
             with (
                 generator_lock,
-                selective_recomputation() if layer in selective else nullcontext(),
+                # The compiler itself chooses what a compiled layer saves.
+                selective_recomputation() if layer in selective and not self._job.compile.is_on else nullcontext(),
                 noting(f"in layer {layer} ({type(module).__name__})"),
             ):
                 seed_forward(self._seed, step=step, micro_batch=micro_batch, layer=layer, device=self._device)
                 marks = self._layers[layer].marks()
-                boundary = module(boundary, **{name: fields[name] for name in self._job.keywords(layer)})
+                named = {name: fields[name] for name in self._job.keywords(layer)}
+                boundary = self._run_layer(module, boundary, **named)
                 if module.training:
                     self._layers[layer].require_unchanged(marks, layer)
             if layer < len(self._checked):

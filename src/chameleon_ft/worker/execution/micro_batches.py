@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
+from time import perf_counter
 from typing import Any, Final, NamedTuple, Protocol, Self
 
 import torch
@@ -93,8 +94,11 @@ Draw = tuple[int, int]
 class SampleSource(Protocol):
     """Reads the samples of micro-batches, on the host."""
 
-    def expect(self, step: int, wanted: Sequence[int], following: Sequence[int]) -> None:
-        """Learn which micro-batches of a step this rank will read, in order, and those of each step after it."""
+    def expect(self, step: int, wanted: Sequence[int], following: Sequence[int]) -> Sequence[int]:
+        """Learn which micro-batches of a step this rank will read, in order, and those of each step after it.
+
+        Return those of the step whose samples are there.
+        """
 
     def read(self, step: int, micro_batch: int) -> MicroBatch:
         """Return the samples of a micro-batch; wait until they are there."""
@@ -144,8 +148,9 @@ class DatasetReads:
             is_tolerant=config.loading.on_error == "skip",
         )
 
-    def expect(self, step: int, wanted: Sequence[int], following: Sequence[int]) -> None:
+    def expect(self, step: int, wanted: Sequence[int], following: Sequence[int]) -> Sequence[int]:
         """See `SampleSource`."""
+        return ()
 
     def read(self, step: int, micro_batch: int) -> MicroBatch:
         """See `SampleSource`."""
@@ -191,8 +196,9 @@ class RunReads:
                 reading=reading,
             )
 
-    def expect(self, step: int, wanted: Sequence[int], following: Sequence[int]) -> None:
+    def expect(self, step: int, wanted: Sequence[int], following: Sequence[int]) -> Sequence[int]:
         """See `SampleSource`."""
+        return ()
 
     def read(self, step: int, micro_batch: int) -> MicroBatch:
         """See `SampleSource`."""
@@ -212,9 +218,9 @@ class EvaluationReads:
 
     source: SampleSource
 
-    def expect(self, step: int, wanted: Sequence[int], following: Sequence[int]) -> None:
+    def expect(self, step: int, wanted: Sequence[int], following: Sequence[int]) -> Sequence[int]:
         """See `SampleSource`."""
-        self.source.expect(EVALUATION, wanted, ())
+        return self.source.expect(EVALUATION, wanted, ())
 
     def read(self, step: int, micro_batch: int) -> MicroBatch:
         """See `SampleSource`."""
@@ -233,6 +239,9 @@ class MicroBatches:
     Args:
         draws: Returns which samples the micro-batch of a step has, by their rows; for a source that leaves some out.
         unread: Is called with the step, a sample that this worker cannot read, and its error.
+
+    Attributes:
+        wait_s: Seconds in which samples have been read, or waited for, since the last step was expected.
     """
 
     def __init__(
@@ -251,6 +260,7 @@ class MicroBatches:
         self._unread = unread
         self._left_out: frozenset[Draw] = frozenset()
         self._load = lru_cache(KEPT_MICRO_BATCHES)(self._loaded)
+        self.wait_s = 0.0
 
     def leave_out(self, draws: Iterable[Draw]) -> None:
         """Leave samples out of their micro-batches from now on, as all workers do."""
@@ -259,14 +269,22 @@ class MicroBatches:
             self._load.cache_clear()
 
     def expect(self, step: int, operations: Iterable[Operation], following: Iterable[Operation]) -> None:
-        """Tell the source that a step is to run these operations, and each step after it the following ones."""
-        self._source.expect(step, self._reads_of(operations), self._reads_of(following))
+        """Tell the source that a step is to run these operations, and each step after it the following ones.
+
+        What the source has is taken over at once, because between operations the processor's caches have other things.
+        """
+        start = perf_counter()
+        there = self._source.expect(step, self._reads_of(operations), self._reads_of(following))
+        self.wait_s = perf_counter() - start
+        for micro_batch in there[: KEPT_MICRO_BATCHES // 2]:
+            self(step, micro_batch)
 
     def __call__(self, step: int, micro_batch: int) -> MicroBatch:
         """Return the samples for (step, number of the micro-batch in the global batch of the step)."""
         return self._load(step, micro_batch)
 
     def _loaded(self, step: int, micro_batch: int) -> MicroBatch:
+        start = perf_counter()
         read = self._source.read(step, micro_batch)
         require_padding_at_end(self._job, read.fields)
         if read.left_out or self._left_out:
@@ -277,6 +295,7 @@ class MicroBatches:
             if known:
                 read = MicroBatch.of(read.inputs, read.targets, {**read.left_out, **known})
         inputs, targets = (mapped(lambda tensor: tensor.to(self._device), each) for each in read[:2])
+        self.wait_s += perf_counter() - start
         return read._replace(inputs=inputs, targets=targets)
 
     def _reads_of(self, operations: Iterable[Operation]) -> list[int]:

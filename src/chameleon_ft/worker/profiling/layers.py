@@ -24,15 +24,16 @@ from torch import Tensor
 from chameleon_ft.config import RunConfig
 from chameleon_ft.cost.profile import LayerTimes, Spread
 from chameleon_ft.data.samples import SamplesInOrder
-from chameleon_ft.job import BoundarySpec, Job
+from chameleon_ft.job import Job
 from chameleon_ft.models.checks import boundary_specs
 from chameleon_ft.models.fields import with_fields
 from chameleon_ft.models.precision import loss_of
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.sync import Segment
-from chameleon_ft.trees import is_differentiable, leaves_of, mapped
+from chameleon_ft.trees import leaves_of, mapped
 from chameleon_ft.worker.device import is_host_memory, wait_for_stream
 from chameleon_ft.worker.execution.backward import Roots, input_gradient, whole_backward
+from chameleon_ft.worker.execution.compilation import stand_in
 from chameleon_ft.worker.execution.gradients import GradientBuffers
 from chameleon_ft.worker.execution.layers import HeldLayers
 from chameleon_ft.worker.execution.micro_batches import KEPT_MICRO_BATCHES, MicroBatch
@@ -151,7 +152,7 @@ class ModelOnDevice:
             return self.samples.input_of(self.job)
         leaves = []
         for spec in self.boundaries[layer - 1].leaves:
-            leaf = self._like(spec)
+            leaf = stand_in(spec, self.device)
             if alike and leaf.ndim:
                 leaf = leaf.flatten()[: leaf.shape[-1]].expand_as(leaf).clone()
             leaves.append(leaf.requires_grad_(spec.has_gradient))
@@ -161,7 +162,7 @@ class ModelOnDevice:
         """Return gradients of the tensors of the output of `layer`; None for the loss."""
         if layer == self.num_layers - 1:
             return [None]
-        return [self._like(spec) if spec.has_gradient else None for spec in self.boundaries[layer].leaves]
+        return [stand_in(spec, self.device) if spec.has_gradient else None for spec in self.boundaries[layer].leaves]
 
     def boundary_bytes(self, layer: int) -> int:
         """Return the bytes that cross behind `layer`; none before the first and behind the last."""
@@ -170,10 +171,6 @@ class ModelOnDevice:
     def synchronize(self) -> None:
         """Wait until the device has completed its work."""
         wait_for_stream(self.device)
-
-    def _like(self, spec: BoundarySpec) -> Tensor:
-        make = torch.randn if is_differentiable(spec.dtype) else torch.zeros
-        return make(spec.shape, dtype=spec.dtype, device=self.device)
 
 
 class ResidentLayers:
