@@ -10,12 +10,11 @@ import pytest
 import torch
 from torch import distributed
 
-from chameleon_ft.config import BACKENDS, DEVICES, BackendName, DeviceName, Parallel, RunConfig
+from chameleon_ft.config import DEVICES, BackendName, DeviceName, Parallel, RunConfig
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.models import build
 from chameleon_ft.worker.device import (
     claim_device,
-    communicators_for,
     device_name,
     missing_device,
     require_devices,
@@ -99,17 +98,8 @@ def test_a_cpu_says_what_it_is_and_leaves_its_memory_open() -> None:
     wait_for_stream(CPU)
 
 
-@pytest.mark.parametrize("backend", [name for name, backend in BACKENDS.items() if backend.missing])
-def test_a_backend_without_communicators_is_refused(backend: BackendName) -> None:
-    """Also where the configuration was not checked: `model_copy` checks nothing."""
-    unchecked = RunConfig().model_copy(update={"backend": backend})
-    with pytest.raises(ConfigError):
-        communicators_for(unchecked, address="127.0.0.1", device=CPU)
-
-
 def test_gloo_sends_the_tensors_of_every_device() -> None:
     assert {kind.backends[0] for kind in DEVICES.values()} == {"gloo"}
-    assert not BACKENDS["gloo"].missing
 
 
 def test_the_generator_of_an_accelerator_is_seeded_with_that_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -239,10 +239,8 @@ class RunConfig(Section):
     def _device_problems(self) -> Iterator[tuple[str, str]]:
         kind, backend = DEVICES[self.device], BACKENDS[self.backend]
         if self.backend not in kind.backends and self.device not in backend.devices:
-            others = " or ".join(name for name in kind.backends if not BACKENDS[name].missing)
+            others = " or ".join(kind.backends)
             yield "backend", f'does not send the tensors of device = "{self.device}"; use {others}'
-        elif backend.missing:
-            yield "backend", f"{backend.missing}; use gloo, which sends the tensors of every device"
         if self.share_devices and not (kind.is_accelerator and backend.shares_devices):
             needed = "an accelerator" if backend.shares_devices else "the backend gloo"
             yield "share_devices", f"needs {needed}; leave it out"

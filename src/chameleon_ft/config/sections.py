@@ -491,12 +491,14 @@ class DeviceLibrary:
 
     Attributes:
         process_group: the place of its process group, a class like torch's `ProcessGroupNCCL`.
+        abort: the method of a process group that ends its operations, and its arguments; empty if there is none.
         is_nonblocking: True if a communicator can be formed in the background, by ``Options.config.blocking = 0``.
         environment: variables that are set before it is used, in which {} stands for the seconds that a communicator
             may take to form.
     """
 
     process_group: str
+    abort: tuple[str, ...] = ("abort",)
     is_nonblocking: bool = False
     environment: Mapping[str, str] = field(default_factory=dict)
 
@@ -509,14 +511,12 @@ class Backend:
         communicators: the place of a function that makes the communicators of a rank, see `worker.communicators`.
         library: the library of the device, if one carries part of the messages.
         shares_devices: True if two workers can use one device.
-        missing: work that is left to do before there are communicators of this backend; empty if there are.
         devices: names of the devices whose tensors it can send, for a backend of an installed package.
     """
 
     communicators: str = ""
     library: DeviceLibrary | None = None
     shares_devices: bool = False
-    missing: str = ""
     devices: tuple[str, ...] = ()
 
 
@@ -539,10 +539,7 @@ class DeviceKind:
     run_on: Mapping[BackendName, str] = field(default_factory=dict)
 
 
-_NOT_WRITTEN: Final = (
-    "its communicators are not written, because how to interrupt an operation that hangs has to be tried on such a "
-    "device"
-)
+_TWO_PARTS: Final = "chameleon_ft.worker.communicators.two_parts:TwoPartCommunicators.of_rank"
 
 BACKENDS: Final = Registry[Backend](
     "backend",
@@ -553,7 +550,7 @@ BACKENDS: Final = Registry[Backend](
             shares_devices=True,
         ),
         "nccl": Backend(
-            communicators="chameleon_ft.worker.communicators.two_parts:TwoPartCommunicators.of_rank",
+            communicators=_TWO_PARTS,
             library=DeviceLibrary(
                 process_group="torch._C._distributed_c10d:ProcessGroupNCCL",
                 is_nonblocking=True,
@@ -564,8 +561,17 @@ BACKENDS: Final = Registry[Backend](
                 },
             ),
         ),
-        "hccl": Backend(missing=_NOT_WRITTEN),
-        "xccl": Backend(missing=_NOT_WRITTEN),
+        "hccl": Backend(
+            communicators=_TWO_PARTS,
+            library=DeviceLibrary(
+                process_group="torch_npu._C._distributed_c10d:ProcessGroupHCCL", abort=("abort_hccl_comm", "reinit")
+            ),
+        ),
+        # Its abort returns at once and ends nothing.
+        "xccl": Backend(
+            communicators=_TWO_PARTS,
+            library=DeviceLibrary(process_group="torch._C._distributed_c10d:ProcessGroupXCCL", abort=()),
+        ),
     },
 )
 

@@ -26,15 +26,15 @@ def missing_device(config: RunConfig) -> str:
     process that forks none that computes.
     """
     kind = DEVICES[config.device]
-    if not _has_backend(config.backend):
-        return f"torch {torch.__version__} is built without the backend {config.backend}"
-    if not kind.is_accelerator:
-        return ""
     if kind.package:
         try:
             importlib.import_module(kind.package)
         except (ImportError, OSError) as error:
             return f"the package {kind.package} is not installed, or not for torch {torch.__version__} ({error})"
+    if not _has_backend(config.backend):
+        return f"torch {torch.__version__} is built without the backend {config.backend}"
+    if not kind.is_accelerator:
+        return ""
     built_for = torch.accelerator.current_accelerator()
     if built_for is None or built_for.type != config.device:
         instead = "" if built_for is None else f", and for {built_for.type} instead"
@@ -129,13 +129,6 @@ def worker_memory_bytes(config: RunConfig, device: torch.device) -> int | None:
 
 
 def communicators_for(config: RunConfig, *, address: str, device: torch.device) -> Communicators:
-    """Return unopened communicators of the backend that `config` names, for a rank that others reach at `address`.
-
-    Raises:
-        ConfigError: there are none of this backend.
-    """
-    backend = BACKENDS[config.backend]
-    if backend.missing:
-        raise ConfigError(f'backend = "{config.backend}": {backend.missing}; use gloo')
-    make: Callable[..., Communicators] = imported(backend.communicators)
+    """Return unopened communicators of the backend that `config` names, for a rank that others reach at `address`."""
+    make: Callable[..., Communicators] = imported(BACKENDS[config.backend].communicators)
     return make(config, address=address, device=device)

@@ -18,12 +18,14 @@ kind differ by the facts in `DeviceLibrary`.
 - Torch has few streams of each priority, and takes them in turn. Those that watch, and those that compute, must be none
   of the library's, which may be held by a message that is posted ahead.
 - To interrupt is to abort all communicators at the same time, from threads: one after the other, an abort may wait for
-  a kernel that only another abort would end.
+  a kernel that only another abort would end. Where a library has no abort, the process ends if something is in flight,
+  and this worker counts as lost.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections import deque
@@ -37,6 +39,7 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 from chameleon_ft.config import BACKENDS, DeviceLibrary, RunConfig, Timeouts
+from chameleon_ft.host.fork_server import exit_immediately
 from chameleon_ft.registry import imported
 from chameleon_ft.worker.communicators.base import (
     Channel,
@@ -198,7 +201,7 @@ class DevicePart:
         options._timeout = timedelta(seconds=self._timeouts.transport_s)
         if self._library.is_nonblocking:
             options.config.blocking = 0
-        made = _Communicator(library(store, rank, size, options), self._device, self._interrupted)
+        made = _Communicator(self._library, library(store, rank, size, options), self._device, self._interrupted)
         with self._lock:
             if self._interrupted.is_set():
                 raise CommunicationError(None, "the generation is over")
@@ -206,7 +209,7 @@ class DevicePart:
         made.group.eager_connect_single_device(self._device)
         if self._interrupted.is_set():
             # The abort may have come first.
-            made.group.abort()
+            made.abort()
             raise CommunicationError(None, "the generation is over")
         return made
 
@@ -214,10 +217,13 @@ class DevicePart:
 class _Communicator:
     """A group of the library, and its operations in flight, which end in their order."""
 
-    def __init__(self, group: _ProcessGroup, device: torch.device, interrupted: threading.Event) -> None:
+    def __init__(
+        self, library: DeviceLibrary, group: _ProcessGroup, device: torch.device, interrupted: threading.Event
+    ) -> None:
         self.group = group
         self.device = device
         self.interrupted = interrupted
+        self._library = library
         self._lock = threading.Lock()
         self._in_flight: deque[_Operation] = deque()
 
@@ -232,16 +238,27 @@ class _Communicator:
 
     def abort(self) -> None:
         """End all operations, and hold the memory that they may still write to until they have ended."""
-        self.group.abort()
+        if self._library.abort:
+            name, *arguments = self._library.abort
+            getattr(self.group, name)(*arguments)
+        elif not self._release():
+            print("operations between devices cannot be ended within the process", file=sys.stderr)
+            exit_immediately(1)
         with self._lock:
             self._in_flight.clear()
+
+    def _release(self) -> bool:
+        """Release the memory of operations that have ended; return whether all have."""
+        with self._lock:
+            while self._in_flight and self._in_flight[0].work.is_completed():
+                self._in_flight.popleft()
+            return not self._in_flight
 
     def _issue(
         self, peer: int | None, tensor: Tensor, operation: Callable[..., c10d.Work], *arguments: int
     ) -> InFlight:
+        self._release()
         with self._lock:
-            while self._in_flight and self._in_flight[0].work.is_completed():
-                self._in_flight.popleft()
             if self.interrupted.is_set():
                 raise CommunicationError(peer, "the generation is over")
             self._in_flight.append(_Operation(self, peer, tensor, issue(peer, operation, [tensor], *arguments)))
