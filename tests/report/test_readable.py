@@ -81,6 +81,7 @@ EVENTS = [
     event("bad_step", 21.0, is_bad_again=True, action="skip", origins=[_ORIGIN], **_BAD),
     event("bad_step", 21.0, is_bad_again=False, action="applied", origins=[], **_BAD),
     event("sample_left_out", 21.2, step=4, epoch=0, sample=17, worker=1, host="a", error="OSError", is_replaced=False),
+    event("devices_connected", 21.3, generation=2, worker=1, kept=3, formed=2, seconds=0.31),
     event("loader_ended", 21.4, worker=1, host="a", loader="loader 0", doing="reading sample 17"),
     event("empty_step", 21.0, step=4, message="no sample of step 4 has a loss term"),
     event("decision_failed", 22.0, workers=[1], slow_links=[[0, 1]], error="no time"),

@@ -67,7 +67,9 @@ class Device(Part):
         self.formed: dict[Any, Part] = {}
         self._error = error
 
-    def form(self, membership: Membership) -> None:
+    counts = (1, 3)
+
+    def form(self, membership: Membership, host: Part) -> None:
         self.allowed.wait()
         if self._error is not None:
             raise self._error

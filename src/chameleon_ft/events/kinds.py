@@ -438,6 +438,20 @@ class SampleLeftOut(Event):
     is_replaced: bool = False
 
 
+@event("devices_connected")
+class DevicesConnected(Event):
+    """The devices of a `worker` are connected in a `generation`, beside what else it did for so many `seconds`.
+
+    `kept`: communicators that served the generation before; `formed`: new ones.
+    """
+
+    generation: Count
+    worker: Count
+    kept: Count
+    formed: Count
+    seconds: Number
+
+
 @event("loader_ended")
 class LoaderEnded(Event):
     """A `loader` of a `worker` on `host`, a process that reads samples for it, has ended, and another takes its place.

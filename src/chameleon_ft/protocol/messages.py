@@ -548,6 +548,16 @@ class SampleUnread(Message):
     is_replaced: bool = False  # whether the next one is in its place, as in a stream
 
 
+class DevicesConnected(Message):
+    """A rank's communicators between devices are formed: `kept` are of the generation before, and `formed` are new."""
+
+    type: Literal["devices_connected"] = "devices_connected"
+    generation: int
+    kept: int
+    formed: int
+    seconds: float
+
+
 class LoaderEnded(Message):
     """A process that reads samples for a rank has ended by itself, and is replaced."""
 

@@ -23,7 +23,7 @@ ROUTINE: Final[tuple[type[Event], ...]] = (
     *(decisions.Transition, decisions.Migration, kinds.CheckpointComplete, kinds.SnapshotComplete, kinds.Finished),
     *(kinds.Evaluating, records.Evaluation),
     *(kinds.Respawn, kinds.HostJoined, kinds.Joined, records.JoinRecord, kinds.Draining, kinds.Drained),
-    *(kinds.HostDrained, kinds.Left, kinds.Interrupt, kinds.Termination),
+    *(kinds.HostDrained, kinds.Left, kinds.Interrupt, kinds.Termination, kinds.DevicesConnected),
     # The parts of incidents.
     *(kinds.Lost, records.FailureRecord, kinds.Hang, records.FailureCostRecord),
     # The ends of conditions, and answers to them.

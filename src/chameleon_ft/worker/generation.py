@@ -8,9 +8,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from chameleon_ft.protocol.messages import Discard, Migrate, Prepare, Prepared
+from chameleon_ft.protocol.messages import DevicesConnected, Discard, Migrate, Prepare, Prepared
 from chameleon_ft.recovery.generation import WorkerOrders
-from chameleon_ft.worker.communicators.base import Communicators, Membership, Rendezvous
+from chameleon_ft.worker.communicators.base import Communicators, Membership
 from chameleon_ft.worker.control_client import ControlClient
 from chameleon_ft.worker.execution.executor import channels_of
 from chameleon_ft.worker.execution.gather import channels_of_exchange
@@ -39,9 +39,9 @@ class Generation:
         """Note the first step, and whether an evaluation comes before it, which is not known before the switch."""
         self.order = replace(self.order, first_step=first_step, evaluate=evaluate)
 
-    def open(self, rendezvous: Rendezvous) -> None:
+    def open(self, client: ControlClient) -> None:
         """Connect with all participants. Raises CommunicationError."""
-        self.communicators.open(self._membership(rendezvous))
+        self.communicators.open(self._membership(client))
         self.is_open = True
 
     def interrupt(self, allocator: LayerAllocator) -> None:
@@ -49,8 +49,12 @@ class Generation:
         allocator.stop_touching()
         self.communicators.interrupt()
 
-    def _membership(self, rendezvous: Rendezvous) -> Membership:
+    def _membership(self, client: ControlClient) -> Membership:
         order, worker = self.order, self.order.worker
+
+        def connected(kept: int, formed: int, seconds: float) -> None:
+            client.send(DevicesConnected(generation=order.generation, kept=kept, formed=formed, seconds=seconds))
+
         channels = channels_of(worker, order.operations)
         if order.sharding is not None:
             channels |= channels_of_exchange(worker, order.sharding.layers)
@@ -60,7 +64,8 @@ class Generation:
             members=order.participants,
             groups=tuple(dict.fromkeys(segment.holders for segment in order.segments if len(segment.holders) > 1)),
             channels=tuple(sorted(channels)),
-            rendezvous=rendezvous,
+            rendezvous=client.rendezvous(order.generation),
+            connected=connected,
         )
 
 
@@ -179,7 +184,7 @@ class Preparations:
             if not self._client.enter(order.generation, generation.communicators, interrupt):
                 return None
             self._faults.at("preparation", order.first_step)
-            generation.open(self._client.rendezvous(order.generation))
+            generation.open(self._client)
             generation.communicators.settle()
             self._allocate(generation)
         except Exception as error:  # noqa: BLE001 - training does not depend on it

@@ -208,7 +208,7 @@ class Trainer:
         try:
             if not generation.is_open:
                 with self._rank.activity.waiting("regroup", for_message=True):
-                    generation.open(self._client.rendezvous(order.generation))
+                    generation.open(self._client)
             self._state.restore(generation)
             self._state.gather_again(generation, mover)
             if order.transition is not None:

@@ -69,6 +69,7 @@ class Membership:
         groups: groups that all-reduce, each ascending, in one order on all workers.
         channels: channels that this rank sends or receives on.
         rendezvous: how this rank finds and recognizes the others.
+        connected: is called with (communicators kept, new ones, seconds) once devices are connected, if any are.
     """
 
     generation: int
@@ -77,6 +78,7 @@ class Membership:
     groups: tuple[tuple[int, ...], ...]
     channels: tuple[Channel, ...]
     rendezvous: Rendezvous
+    connected: Callable[[int, int, float], None] | None = None
 
 
 class InFlight(Protocol):
@@ -173,6 +175,8 @@ class Tag(IntEnum):
     """Layers that move while no step runs."""
     PARAMETERS_AGAIN = VOTE + 20
     """Updated parameters, if a failure may have cut their exchange short."""
+    KEPT = VOTE + 22
+    """How many operations each end has issued on the communicators between devices that both may keep."""
 
 
 _REST: Final = 1 << 27

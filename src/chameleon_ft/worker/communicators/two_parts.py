@@ -17,7 +17,9 @@ kind differ by the facts in `DeviceLibrary`.
 - An operation that does not count may still write, until it is aborted. So its memory is held until then.
 - Torch has few streams of each priority, and takes them in turn. Those that watch, and those that compute, must be none
   of the library's, which may be held by a message that is posted ahead.
-- To interrupt is to abort all communicators at the same time, from threads: one after the other, an abort may wait for
+- A communicator with nothing in flight when its generation is interrupted serves the next one, if all its members say
+  so and have issued equally many operations on it. The others are aborted.
+- To interrupt is to abort communicators at the same time, from threads: one after the other, an abort may wait for
   a kernel that only another abort would end. Where a library has no abort, the process ends if something is in flight,
   and this worker counts as lost.
 """
@@ -29,7 +31,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Final, Self
@@ -47,6 +49,7 @@ from chameleon_ft.worker.communicators.base import (
     Communicators,
     InFlight,
     Membership,
+    Tag,
     issue,
     kind_on_device,
 )
@@ -119,6 +122,7 @@ class TwoPartCommunicators:
         self._end_forming("the generation is over")
 
     def close(self) -> None:
+        self._device.close()
         self.interrupt()
         self._host.close()
 
@@ -131,7 +135,10 @@ class TwoPartCommunicators:
         try:
             # Or it would take connections of the device's library for its own.
             self._host.settle()
-            self._device.form(membership)
+            start_s = time.monotonic()
+            self._device.form(membership, self._host)
+            if membership.connected is not None:
+                membership.connected(*self._device.counts, time.monotonic() - start_s)
             self._end_forming("")
         except BaseException as error:  # noqa: BLE001 - `settle` raises it
             self._end_forming(f"the communicators between devices cannot be formed: {error}")
@@ -158,22 +165,32 @@ class DevicePart:
         self._device = device
         self._interrupted = threading.Event()
         self._lock = threading.Lock()
-        self._made: list[_Communicator] = []
+        self._num_kept = 0
+        self._made: dict[_Key, _Communicator] = {}
         # A store in Python must outlive the groups.
         self._store: c10d.Store | None = None
 
-    def form(self, membership: Membership) -> None:
+    @property
+    def counts(self) -> tuple[int, int]:
+        """How many of those that can be used served the generation before, and how many are new."""
+        return self._num_kept, len(self.formed) - self._num_kept
+
+    def form(self, membership: Membership, host: Communicators) -> None:
         """Form all, with the other members. Raises CommunicationError, or RuntimeError as the library does."""
-        worker, prefix = membership.worker, f"generation-{membership.generation}"
+        worker, generation = membership.worker, membership.generation
         store = self._store = membership.rendezvous.open_store(timeout_s=self._timeouts.rendezvous_s)
+        names: dict[_Key, str] = {
+            each: f"channel-{each.sender}-{each.receiver}-{each.kind}" for each in sorted(membership.channels)
+        }
+        names |= {group: f"group-{index}" for index, group in enumerate(membership.groups) if worker in group}
         made: dict[_Key, _Communicator] = {}
-        for channel in sorted(membership.channels):
-            name = f"{prefix}/channel-{channel.sender}-{channel.receiver}-{channel.kind}"
-            made[channel] = self._make(c10d.PrefixStore(name, store), int(channel.receiver == worker), 2)
-        for index, group in enumerate(membership.groups):
-            if worker in group:
-                own = c10d.PrefixStore(f"{prefix}/device-group-{index}", store)
-                made[group] = self._make(own, group.index(worker), len(group))
+        self._take_over(tuple(names), worker, host)
+        self._num_kept = len(self.formed)
+        for key, name in names.items():
+            if key not in self.formed:
+                own = c10d.PrefixStore(f"generation-{generation}/device-{name}", store)
+                members = _members_of(key)
+                made[key] = self._make(key, own, members.index(worker), len(members), generation=generation)
         for key, communicator in made.items():
             element = torch.zeros(1, device=self._device)
             if not isinstance(key, Channel):
@@ -186,26 +203,77 @@ class DevicePart:
             self.formed[key] = communicator
 
     def interrupt(self) -> None:
-        """Abort all communicators; their threads hold what operations may still write to until these have ended."""
+        """Abort the communicators, except those with nothing in flight, which `_KEPT` keeps."""
         with self._lock:
             self._interrupted.set()
-            made, self._made = self._made, []
-        for each in made:
-            threading.Thread(target=each.abort, name="abort", daemon=True).start()
+            made, self._made = self._made, {}
+        with _KEPT_LOCK:
+            kept = {key: each for key, each in made.items() if key in self.formed and each.is_idle()}
+            _abort(_KEPT[key] for key in kept if key in _KEPT)
+            _KEPT.update(kept)
+        _abort(each for key, each in made.items() if key not in kept)
 
-    def _make(self, store: c10d.Store, rank: int, size: int) -> _Communicator:
-        """Make a communicator that `interrupt` aborts. Raises CommunicationError if that has been called already."""
+    def close(self) -> None:
+        """Abort all communicators, unless the generation was interrupted."""
+        with self._lock:
+            self._interrupted.set()
+            made, self._made = self._made, {}
+        _abort(made.values())
+
+    def _take_over(self, keys: Sequence[_Key], worker: int, host: Communicators) -> None:
+        """Take over what has outlived its generation, if all members have it in the same state; abort the rest."""
+        with _KEPT_LOCK:
+            kept = dict(_KEPT)
+            _KEPT.clear()
+        numbers = {key: kept[key].number if key in kept else -1 for key in keys}
+        peers = sorted({member for key in keys for member in _members_of(key)} - {worker})
+        shared = {peer: [key for key in keys if peer in _members_of(key)] for peer in peers}
+        own = {peer: torch.tensor([numbers[key] for key in shared[peer]]) for peer in peers}
+        theirs = {peer: torch.empty_like(tensor) for peer, tensor in own.items()}
+        agreeing: list[InFlight] = []
+        try:
+            for peer in peers:
+                agreeing.append(host.receive(theirs[peer], peer=peer, tag=Tag.KEPT))
+                agreeing.append(host.send(own[peer], peer=peer, tag=Tag.KEPT))
+            for each in agreeing:
+                each.wait()
+            different = {key for key, number in numbers.items() if number == -1}
+            for peer, found in theirs.items():
+                of_peer = zip(shared[peer], found.tolist(), strict=True)
+                different |= {key for key, number in of_peer if number != numbers[key]}
+            for key in keys:
+                if key not in different:
+                    taken = kept.pop(key).of_generation(self._interrupted)
+                    self._add(key, taken)
+                    self.formed[key] = taken
+        finally:
+            _abort(kept.values())
+
+    def _add(self, key: _Key, made: _Communicator) -> None:
+        """Have `interrupt` abort or keep a communicator. Raises CommunicationError if it has been called already."""
+        with self._lock:
+            if not self._interrupted.is_set():
+                self._made[key] = made
+                return
+        _abort([made])
+        raise CommunicationError(None, "the generation is over")
+
+    def _make(self, key: _Key, store: c10d.Store, rank: int, size: int, *, generation: int) -> _Communicator:
+        """Make a communicator. Raises CommunicationError if the generation is over."""
         library: Any = imported(self._library.process_group)
         options = library.Options()
         options.is_high_priority_stream = True
         options._timeout = timedelta(seconds=self._timeouts.transport_s)
         if self._library.is_nonblocking:
             options.config.blocking = 0
-        made = _Communicator(self._library, library(store, rank, size, options), self._device, self._interrupted)
-        with self._lock:
-            if self._interrupted.is_set():
-                raise CommunicationError(None, "the generation is over")
-            self._made.append(made)
+        made = _Communicator(
+            self._library,
+            library(store, rank, size, options),
+            self._device,
+            generation=generation,
+            interrupted=self._interrupted,
+        )
+        self._add(key, made)
         made.group.eager_connect_single_device(self._device)
         if self._interrupted.is_set():
             # The abort may have come first.
@@ -214,15 +282,42 @@ class DevicePart:
         return made
 
 
+_KEPT: Final[dict[_Key, _Communicator]] = {}
+"""Communicators that have outlived their generation; no message is on its way on them."""
+_KEPT_LOCK: Final = threading.Lock()
+
+
+def _members_of(key: _Key) -> tuple[int, ...]:
+    return (key.sender, key.receiver) if isinstance(key, Channel) else key
+
+
+def _abort(communicators: Iterable[_Communicator]) -> None:
+    """Abort communicators; the threads hold what operations may still write to until these have ended."""
+    for each in communicators:
+        threading.Thread(target=each.abort, name="abort", daemon=True).start()
+
+
 class _Communicator:
-    """A group of the library, and its operations in flight, which end in their order."""
+    """A group of the library in a generation, and its operations in flight, which end in their order.
+
+    Attributes:
+        number: the generation in which it was formed, and how many operations this rank has issued on it since then;
+            -1 if one could not be issued.
+    """
 
     def __init__(
-        self, library: DeviceLibrary, group: _ProcessGroup, device: torch.device, interrupted: threading.Event
+        self,
+        library: DeviceLibrary,
+        group: _ProcessGroup,
+        device: torch.device,
+        *,
+        generation: int,
+        interrupted: threading.Event,
     ) -> None:
         self.group = group
         self.device = device
         self.interrupted = interrupted
+        self.number = generation << 32
         self._library = library
         self._lock = threading.Lock()
         self._in_flight: deque[_Operation] = deque()
@@ -235,6 +330,20 @@ class _Communicator:
 
     def all_reduce(self, tensor: Tensor) -> InFlight:
         return self._issue(None, tensor, self.group.allreduce)
+
+    def is_idle(self) -> bool:
+        """Return whether nothing is in flight; once it is interrupted, that stays so."""
+        # An operation that is being issued may wait long.
+        if not self._lock.acquire(blocking=False):
+            return False
+        self._lock.release()
+        return self._release()
+
+    def of_generation(self, interrupted: threading.Event) -> _Communicator:
+        """Return this communicator for the next generation; threads of the former one cannot use it any more."""
+        taken = _Communicator(self._library, self.group, self.device, generation=0, interrupted=interrupted)
+        taken.number = self.number
+        return taken
 
     def abort(self) -> None:
         """End all operations, and hold the memory that they may still write to until they have ended."""
@@ -261,7 +370,11 @@ class _Communicator:
         with self._lock:
             if self.interrupted.is_set():
                 raise CommunicationError(peer, "the generation is over")
-            self._in_flight.append(_Operation(self, peer, tensor, issue(peer, operation, [tensor], *arguments)))
+            # One that fails leaves the communicator in no state that members could agree on.
+            before, self.number = self.number, -1
+            work = issue(peer, operation, [tensor], *arguments)
+            self.number = before + 1
+            self._in_flight.append(_Operation(self, peer, tensor, work))
             return self._in_flight[-1]
 
 
