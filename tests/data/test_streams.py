@@ -1,4 +1,4 @@
-"""Streams: each sample exactly once and in order, whoever reads, from wherever training goes on."""
+"""Each sample exactly once and in order, whoever reads, from wherever training goes on; most of all of streams."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chameleon_ft.data.samples import SamplesInOrder
+from chameleon_ft.data import Mixture, sample_order
+from chameleon_ft.data.samples import SamplesInOrder, TokenWindows, load_micro_batch
 from chameleon_ft.data.streams import START, Position, StreamReader
 from chameleon_ft.errors import ConfigError, DataError
 from chameleon_ft.job import Job, is_stream
 
 SEED = 7
-Sample = tuple[int, float]
+Sample = tuple[int, Any]
 
 
 def sample(number: int) -> Sample:
@@ -118,9 +120,63 @@ class Stateless:
 STREAMS = (Itself, FromState, Shuffled, Stateless)
 
 
-def expected(kind: type[Any], length: int, count: int) -> list[int]:
-    """Return the ids of the first samples, by a loop over the stream as a user would write it."""
+@dataclass
+class Numbered:
+    """Map-style data of pairs: an id, and a random number."""
+
+    length: int
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        number, drawn = sample(index)
+        return torch.tensor(number), torch.tensor(drawn)
+
+
+def packed(length: int, first: int = 0) -> TokenWindows:
+    """Return windows of documents of 3 tokens, with the numbers of these; the first token is the id of a window."""
+    tokens = np.arange(first, first + 5 * length, dtype=np.int64)
+    return TokenWindows(tokens, 4, starts=np.arange(0, len(tokens), 3))
+
+
+def mixed(length: int) -> Mixture:
+    return Mixture([(packed(length), 2.5), (packed(2, 1000), 1.0)])
+
+
+MAP_STYLE = (Numbered, packed, mixed)
+
+
+@dataclass
+class ByNumber:
+    """Reads map-style data as some workers do, each its own samples of a step; a position is a number of samples."""
+
+    data: Any
+    place: bytes
+    workers: int
+
+    def read(self, count: int) -> list[Sample]:
+        first, order, found = 0 if self.place == START else int(self.place), sample_order(self.data, SEED), {}
+        for worker in reversed(range(self.workers)):
+            for row in range(worker, count, self.workers):
+                inputs, targets = load_micro_batch(self.data, order, first + row, 1)
+                found[row] = int(inputs.flatten()[0]), (inputs.tolist(), targets.tolist())
+        self.place = str(first + count).encode()
+        return [found[row] for row in range(count)]
+
+    def position(self) -> bytes:
+        return self.place
+
+
+def reader_of(data: Any, position: bytes = START, workers: int = 1) -> Any:
+    return StreamReader(data, SEED, position) if is_stream(data) else ByNumber(data, position, workers)
+
+
+def expected(kind: Callable[[int], Any], length: int, count: int) -> list[int]:
+    """Return the ids of the first samples, by a loop over the data as a user would write it."""
     ids: list[int] = []
+    if not is_stream(data := kind(length)):
+        return [int(data[index][0].flatten()[0]) for index in sample_order(data, SEED).ids_at(0, count)]
     for epoch in range(count // length + 1):
         stream = kind(length)
         if isinstance(stream, Shuffled):
@@ -136,7 +192,7 @@ class Trained:
     A step is read by the lowest worker, which reads ahead, and commits with its position on any of the workers.
     """
 
-    stream: type[Any]
+    stream: Callable[[int], Any]
     length: int
     batch: int
     positions: dict[int, bytes]
@@ -145,7 +201,7 @@ class Trained:
 
     def train(self, steps: int, *, ahead: int, applied_by: int | None = None) -> None:
         """Train some steps; a worker that was not among the first `applied_by` rolls the last one forward."""
-        reader = StreamReader(self.stream(self.length), SEED, self.positions[min(self.positions)])
+        reader = self._reader()
         for _ in range(steps):
             self.steps.append(reader.read(self.batch))
             after = reader.position()
@@ -155,8 +211,11 @@ class Trained:
 
     def lose(self, worker: int) -> None:
         """Lose a worker in a step that has been read, and maybe computed in part."""
-        StreamReader(self.stream(self.length), SEED, self.positions[min(self.positions)]).read(self.batch)
+        self._reader().read(self.batch)
         self.positions.pop(worker, None)
+
+    def _reader(self) -> Any:
+        return reader_of(self.stream(self.length), self.positions[min(self.positions)], len(self.positions))
 
     def save(self) -> None:
         self.checkpoints[len(self.steps)] = self.positions[min(self.positions)]
@@ -169,9 +228,9 @@ class Trained:
 
 
 @settings(deadline=None)
-@given(st.data(), st.sampled_from(STREAMS), st.integers(1, 9), st.integers(1, 5), st.integers(1, 4))
+@given(st.data(), st.sampled_from(STREAMS + MAP_STYLE), st.integers(1, 9), st.integers(1, 5), st.integers(1, 4))
 def test_each_sample_is_trained_once_and_in_order(
-    data: st.DataObject, kind: type[Any], length: int, batch: int, workers: int
+    data: st.DataObject, kind: Callable[[int], Any], length: int, batch: int, workers: int
 ) -> None:
     run = Trained(kind, length, batch, dict.fromkeys(range(workers), START))
     for _ in range(data.draw(st.integers(1, 8))):
@@ -191,7 +250,12 @@ def test_each_sample_is_trained_once_and_in_order(
     trained = [each for step in run.steps for each in step]
     assert [number for number, _ in trained] == expected(kind, length, len(trained))
     # The draws are those of a run without any failure.
-    assert trained == StreamReader(kind(length), SEED).read(len(trained))
+    assert trained == reader_of(kind(length)).read(len(trained))
+    if kind in MAP_STYLE:
+        for size, begin in ((length, 0), (2, 1000)):
+            ids = [number for number, _ in trained if (number >= 1000) == (begin == 1000)]
+            epochs = [ids[place : place + size] for place in range(0, len(ids), size)]
+            assert all(len(set(epoch)) == len(epoch) for epoch in epochs)
 
 
 @given(st.sampled_from(STREAMS), st.lists(st.tuples(st.integers(0, 30), st.integers(1, 5)), min_size=1))
