@@ -128,7 +128,7 @@ class Alone:
             rank=rank,
             held=held,
             buffers=GradientBuffers(held, gradient_segments(self.placement)),
-            contributions=contributions,
+            contributions=lambda step: contributions,
             committed=0,
         )
         micro_batches = MicroBatches(DatasetReads(self.job, self.batch, seed=_SEED), self.device, self.job)

@@ -284,7 +284,7 @@ def assert_trained_as_if_nothing_failed(ended: Ended, *, repeated_steps: int = 0
     assert ended.code == 0, summary["reason"]
     assert summary["status"] == "finished"
     assert summary["steps"] == config.steps
-    assert summary["samples_seen"] == config.steps * config.batch.samples
+    assert summary["samples_seen"] == config.batch.samples_before(config.steps)
     assert summary["samples_lost"] == 0
     assert summary["samples_repeated"] == repeated_steps * config.batch.samples
     assert not ended.events("refused"), "no connection was refused"

@@ -454,7 +454,7 @@ class PlainLoop:
         batch = self._config.batch
         loss_sum, auxiliary_sum, terms, samples = 0.0, 0.0, 0.0, 0
         collected: list[list[SideOutputs]] = []
-        for micro_batch in range(batch.micro_batches):
+        for micro_batch in range(batch.micro_batches_at(step)):
             start = self._config.first_sample(step) + micro_batch * batch.micro_batch_size
             inputs, whole = self._samples.micro_batch(start, batch.micro_batch_size)
             left_out = self._samples.left_out_of(start, batch.micro_batch_size)

@@ -250,3 +250,15 @@ def test_it_says_why_no_snapshots_are_taken_on_hosts_of_little_memory(capsys: py
     assert "snapshots " not in with_none
     assert main(["plan", *PRESET, "--host-memory", "0"]) == 2
     assert "--host-memory 0: should be" in capsys.readouterr().err
+
+
+def test_each_stage_of_a_batch_that_grows_is_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    example = (ROOT / "examples" / "emulated.toml").read_text().replace('profile = "', f'profile = "{ROOT}/')
+    config = tmp_path / "config.toml"
+    config.write_text(example.replace("[batch]", "[batch]\nramp = [{ micro_batches = 4, until_step = 7 }]"))
+    found = predicted(capsys, config)
+    assert len(found["plan"]["routes"]) == 16
+    config.write_text(example.replace("micro_batches = 16", "micro_batches = 4"))
+    assert found["ramp"] == [
+        {"first_step": 0, "micro_batches": 4, "step_s": pytest.approx(predicted(capsys, config)["step_s"])}
+    ]

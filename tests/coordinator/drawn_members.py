@@ -30,6 +30,7 @@ class MemberRuns(RuleBasedStateMachine):
         ahead=st.integers(0, 9),
         drains=st.booleans(),
         bad=st.sampled_from(["skip", "skip", "rollback", "stop"]),
+        grows_at=st.none() | st.integers(1, 8),
     )
     def begin(
         self,
@@ -39,9 +40,11 @@ class MemberRuns(RuleBasedStateMachine):
         ahead: int,
         drains: bool,
         bad: Literal["skip", "rollback", "stop"],
+        grows_at: int | None,
     ) -> None:
         recovery = Recovery(respawn=respawn, respawn_delay_s=0.1, max_respawns=5)
-        self.history = History(new_state(steps=30, recovery=recovery, health=Health(on_bad_step=bad)))
+        state = new_state(steps=30, recovery=recovery, health=Health(on_bad_step=bad))
+        self.history = History(state, grows_at=grows_at)
         if gathering:
             self.history.say(AGENT, HostHello(host="a host", slots=4))
         else:

@@ -44,7 +44,7 @@ from chameleon_ft.protocol.parts import Member, OperationTimes, RankProcess
 from chameleon_ft.recovery.generation import GenerationSpec
 from tests.coordinator.invariants import check
 from tests.coordinator.journaled import Replayed
-from tests.coordinator.plans import LAYERS, a_plan, in_waves
+from tests.coordinator.plans import LAYERS, a_plan, growing, in_waves
 
 AGENT = 1000  # connection of the first agent
 DECISION: Final[Mapping[str, object]] = {
@@ -101,8 +101,10 @@ class History:
     load a checkpoint, it is that of the step after which they last agreed.
     """
 
-    def __init__(self, state: State | None = None) -> None:
+    def __init__(self, state: State | None = None, *, grows_at: int | None = None) -> None:
         self.state = new_state() if state is None else state
+        self.grows_at = grows_at
+        """The step from which on the batch is twice as large; None: it stays."""
         self.replayed = Replayed()
         self.now = 100.0
         self.commands: list[Command] = []
@@ -183,7 +185,8 @@ class History:
             plan = a_plan(live, first_step=max(first_step, asked.committed), moves_to=moves_to)
             if asked.checkpoints.is_reread:
                 plan = replace(a_plan(live, first_step=asked.health.agreed), load=asked.health.agreed)
-        self.happen(Decided(at=self.at, question=asked.question, spec=plan))
+        spec = growing(plan, plan.first_step, at=self.grows_at)
+        self.happen(Decided(at=self.at, question=asked.question, spec=spec))
 
     def say(self, connection: int, message: Message) -> tuple[Command, ...]:
         return self.happen(Received(at=self.at, connection=self.now_at(connection), message=message))
@@ -344,6 +347,7 @@ class History:
                 plans = in_waves(a_plan(workers, first_step=0), asked.active, waves, to=moves_to)
             else:
                 plans = (a_plan(workers, first_step=0, moves_to=moves_to),)
+        plans = tuple(growing(each, asked.committed, at=self.grows_at) for each in plans)
         staying = asked.members.staying()
         question = asked.scale_up.question
         self.happen(

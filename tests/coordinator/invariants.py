@@ -179,6 +179,7 @@ def _check_progress(state: State) -> None:
         case Phase.REGROUPING | Phase.TRAINING:
             assert state.active is not None
             assert state.active_generation == state.generation
+            assert state.active.at(state.committed) is state.active, "its plan is that of the present step's batch"
             assert state.switches.following or state.active.migration is None, "a migration leads to a plan"
             if (upcoming := state.switches.next) is not None:
                 assert upcoming.number > state.generation

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 from chameleon_ft.plan import LayerRange, Placement, Plan, data_pipeline_plan
-from chameleon_ft.recovery.generation import GenerationSpec
+from chameleon_ft.recovery.generation import GenerationSpec, LaterPlan
 from chameleon_ft.recovery.transition import PlannedTransition
 from chameleon_ft.schedule import CostModel, Program, list_schedule
 from chameleon_ft.transfer import Message as Transferred
@@ -43,6 +43,19 @@ def spec_of(plan: Plan, **fields: Any) -> GenerationSpec:
 @cache
 def _program(plan: Plan) -> Program:
     return list_schedule(plan, _costs(plan))
+
+
+def growing(spec: GenerationSpec, step: int, *, at: int | None) -> GenerationSpec:
+    """Return the generation whose batch is twice as large from step `at` on; it begins in a step, maybe later."""
+    if at is None or step >= at:
+        return spec
+    return replace(spec, later=_doubled(spec.plan, at))
+
+
+@cache
+def _doubled(plan: Plan, at: int) -> tuple[LaterPlan, ...]:
+    count = plan.micro_batches
+    return spec_of(plan).along([(0, count), (at, 2 * count)]).later
 
 
 def _costs(plan: Plan) -> CostModel:

@@ -15,7 +15,7 @@ from tests.report.records import failure_record, join_record, outcome_record, st
 
 
 def summary(steps: list[StepRecord], failures: list[FailureRecord]) -> Summary:
-    return summarize(steps, failures, samples_per_step=16, status="finished", reason="done")
+    return summarize(steps, failures, samples_before=lambda step: 16 * step, status="finished", reason="done")
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_an_outcome_has_its_errors_and_words() -> None:
     data = record.values()
     assert (data["step_error"], data["stall_error"]) == (pytest.approx(0.025), pytest.approx(0.2))
     assert record.describe() == ("step 410 ms (predicted 400 ms, +2.5%), stall 900 ms (predicted 750 ms, +20.0%)")
-    result = summarize([], [record], samples_per_step=16, status="finished", reason="done")
+    result = summarize([], [record], samples_before=lambda step: 16 * step, status="finished", reason="done")
     assert result.to_json()["outcomes"] == [data]
 
 

@@ -31,7 +31,13 @@ def shown(*, terminal: bool = False, failure: FailureRecord | None = None) -> st
     view.show(outcome_record(steps=1))
     view.show(outcome_record())
     view.finished(
-        summarize([step_record(0, loss=2.5)], [failure], samples_per_step=16, status="finished", reason="all is done")
+        summarize(
+            [step_record(0, loss=2.5)],
+            [failure],
+            samples_before=lambda step: 16 * step,
+            status="finished",
+            reason="all is done",
+        )
     )
     view.close()
     return out.getvalue()
@@ -66,7 +72,11 @@ def test_the_steps_of_a_fork_are_counted_from_its_beginning(first_step: int, wor
     out = io.StringIO()
     view = TerminalView(Console(file=out, width=80, highlight=False), steps=20)
     steps = [step_record(first_step)]
-    view.finished(summarize(steps, [], samples_per_step=16, first_step=first_step, status="finished", reason="done"))
+    view.finished(
+        summarize(
+            steps, [], samples_before=lambda step: 16 * step, first_step=first_step, status="finished", reason="done"
+        )
+    )
     view.close()
     (line,) = (line for line in out.getvalue().splitlines() if " steps " in line)
     assert line.strip("| ").split(maxsplit=1)[1].strip() == words

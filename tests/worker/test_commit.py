@@ -37,7 +37,7 @@ def committer(
         rank=toy_rank(job, faults=no_faults(tmp_path)),
         held=held,
         buffers=GradientBuffers(held, [Segment(WHOLE, (0,))]),
-        contributions=CONTRIBUTIONS,
+        contributions=lambda step: CONTRIBUTIONS,
         committed=committed,
     )
 

@@ -85,7 +85,7 @@ def take_part(task: Task) -> list[PlainStep]:
         rank=rank,
         held=held,
         buffers=GradientBuffers(held, task.segments),
-        contributions=task.batch.micro_batches * task.layers,
+        contributions=lambda step: task.batch.micro_batches * task.layers,
         committed=0,
     )
     done = []

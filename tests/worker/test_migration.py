@@ -124,7 +124,7 @@ class Rank:
             rank=rank,
             held=self.held,
             buffers=self.buffers,
-            contributions=BATCH.micro_batches * LAYERS,
+            contributions=lambda step: BATCH.micro_batches * LAYERS,
             committed=0,
             recent=Doubtful() if self.repeats else RecentSteps(0.0),
         )

@@ -186,7 +186,7 @@ class Trained:
             rank=rank,
             held=self.held,
             buffers=GradientBuffers(self.held, segments),
-            contributions=MICRO_BATCHES * job.num_layers,
+            contributions=lambda step: MICRO_BATCHES * job.num_layers,
             committed=0,
         )
         self.executor = Executor(

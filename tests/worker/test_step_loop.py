@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
+from chameleon_ft.recovery.generation import WorkerOrders
 from chameleon_ft.schedule import best_program
 from chameleon_ft.sync import gradient_segments
 from chameleon_ft.worker import step_loop
 from chameleon_ft.worker.communicators.base import CommunicationError
 from chameleon_ft.worker.execution.commit import Committer
 from chameleon_ft.worker.execution.steps import StepRecorder
+from chameleon_ft.worker.generation import Generation
 from chameleon_ft.worker.mover import Mover
 from chameleon_ft.worker.step_loop import StepLoop
 from tests.strategies import equal_costs
@@ -32,13 +34,14 @@ def test_no_operation_begins_in_a_generation_that_is_over(run_before: int) -> No
     )
     worker = Worker(0, toy_job(LAYERS), plan, gradient_segments(plan.placement))
     costs = equal_costs(layers=LAYERS, micro_batches=MICRO_BATCHES, workers=1)
-    operations = best_program(plan, costs).program.operations[0]
+    program, segments = best_program(plan, costs).program, tuple(gradient_segments(plan.placement))
+    order = WorkerOrders(generation=1, worker=0, members=(0,), first_step=0, program=program, segments=segments)
     executor = worker.executor(Line(0, Switchboard()))
     committer = Committer(
         rank=executor.rank,
         held=worker.held,
         buffers=worker.buffers,
-        contributions=MICRO_BATCHES * LAYERS,
+        contributions=lambda step: MICRO_BATCHES * LAYERS,
         committed=0,
     )
 
@@ -49,19 +52,7 @@ def test_no_operation_begins_in_a_generation_that_is_over(run_before: int) -> No
     loop = StepLoop(
         config=SimpleNamespace(steps=1, health=SimpleNamespace(check_every=0)),  # type: ignore[arg-type]
         client=SimpleNamespace(is_over=is_over, finishing=False),  # type: ignore[arg-type]
-        generation=SimpleNamespace(  # type: ignore[arg-type]
-            number=1,
-            order=SimpleNamespace(
-                generation=1,
-                operations=operations,
-                roll_forward=None,
-                rest=None,
-                first_step=0,
-                skipped=(),
-                finish=False,
-                evaluate=False,
-            ),
-        ),
+        generation=Generation(order=order, communicators=executor.communicators),
         committer=committer,
         executor=executor,
         evaluator=None,
@@ -76,7 +67,7 @@ def test_no_operation_begins_in_a_generation_that_is_over(run_before: int) -> No
     with pytest.raises(CommunicationError, match="the generation is over"):
         loop.run()
     assert committer.state is not None
-    assert [kind for kind, _, _ in committer.state.spans] == [each.kind for each in operations[:run_before]]
+    assert [kind for kind, _, _ in committer.state.spans] == [each.kind for each in order.operations[:run_before]]
     progress = committer.state.progress(())
     # What the last operation has made counts.
     assert len(progress.saved) + len(progress.deferred) + len(progress.contributed) > 0

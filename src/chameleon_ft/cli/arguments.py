@@ -55,7 +55,7 @@ _SET_BY_STARTS = ("forked", "skips", "run_id")
 _OF_JOB_FLAG: Final = "--job."
 _FAILURE_PARTS = ("step", "worker", "phase", "kind")
 _FAILURE_FORM = "STEP:WORKER[:PHASE[:KIND]]"
-_NO_FAILURES = "none"
+_NONE = "none"
 
 
 def metavar(text: str, description: str | None = None) -> Any:
@@ -203,9 +203,12 @@ def parse_with_flags(
     given = _without_none(values)
     if "failures" in given:
         text = given["failures"]
-        given["failures"] = [] if text == _NO_FAILURES else [_failure(part) for part in text.split(",")]
+        given["failures"] = [] if text == _NONE else [_failure(part) for part in text.split(",")]
     if "mixture" in given.get("data", {}):
         given["data"]["mixture"] = [_source(part) for part in given["data"]["mixture"].split(",")]
+    if "ramp" in given.get("batch", {}):
+        text = given["batch"]["ramp"]
+        given["batch"]["ramp"] = [] if text == _NONE else [_ramp_stage(part) for part in text.split(",")]
     return own(**own_values), given
 
 
@@ -330,8 +333,10 @@ def _flag(name: str, info: FieldInfo) -> tuple[str, Any, Any]:
         kind = choice.choices(kind) if isinstance(choice, OrInstalled) else kind
     form, text, default = None, info.description, info.get_default()
     if name == "failures":
-        kind, form, default = str, "FAILURE[,FAILURE ...]", _NO_FAILURES
-        text = f"{text} Each as {_FAILURE_FORM}; or {_NO_FAILURES}."
+        kind, form, default = str, "FAILURE[,FAILURE ...]", _NONE
+        text = f"{text} Each as {_FAILURE_FORM}; or {_NONE}."
+    elif name == "ramp":
+        kind, form, default = str, "MICRO_BATCHES:UNTIL_STEP[,...]", _NONE
     elif name == "mixture":
         kind, form, default = str, "PATH=WEIGHT[,PATH=WEIGHT ...]", ""
     elif Path in {get_args(part)[0] if get_origin(part) is Annotated else part for part in get_args(kind)}:
@@ -350,6 +355,15 @@ def _failure(text: str) -> dict[str, Any]:
             f'--failures "{text}": should be {_FAILURE_FORM}, such as 12:5:backward:kill; put commas between several'
         )
     return dict(zip(_FAILURE_PARTS, (int(step), int(rest[0]), *rest[1:]), strict=False))
+
+
+def _ramp_stage(text: str) -> dict[str, int]:
+    count, colon, step = text.partition(":")
+    if not (colon and count.isdecimal() and step.isdecimal()):
+        raise ConfigError(
+            f'--batch.ramp "{text}": should be MICRO_BATCHES:UNTIL_STEP, such as 8:1000; put commas between several'
+        )
+    return {"micro_batches": int(count), "until_step": int(step)}
 
 
 def _source(text: str) -> dict[str, Any]:
@@ -375,6 +389,7 @@ _HERE: Final = {
     "batch-size global-batch-size per-device-train-batch-size micro-batch-size": "a step has --batch.micro-batches of "
     "--batch.micro-batch-size samples each, over all workers",
     "gradient-accumulation-steps accumulate-grad-batches grad-accum": "take --batch.micro-batches, over all workers",
+    "rampup-batch-size batch-size-rampup batch-size-warmup": "take --batch.ramp, whose stages end at steps",
     "tp tensor-parallel tensor-model-parallel-size fsdp zero zero-stage": "a worker is one device; there are "
     "--parallel.dp, --parallel.pp and --parallel.optimizer-redundancy",
     "pp pipeline-parallel pipeline-model-parallel-size": "take --parallel.pp",

@@ -189,7 +189,8 @@ class RunConfig(Section):
     def samples_before(self, step: int) -> int:
         """Return the position after the last sample of the step before, from which a step may skip some."""
         skipped = sum(each.samples for each in self.skips if each.step < step)
-        return self.forked.samples + (step - self.forked.step) * self.batch.samples + skipped
+        trained = self.batch.samples_before(step) - self.batch.samples_before(self.forked.step)
+        return self.forked.samples + trained + skipped
 
     def skipped_before(self, step: int) -> int:
         """Return how many samples are left out between a step and the one before."""

@@ -137,18 +137,71 @@ class Parallel(Section):
                 return owners
 
 
+class RampStage(Section):
+    """A stage of the batch's ramp: steps of fewer micro-batches, before those of the next stage."""
+
+    until_step: int = Field(ge=1, description="The first step after the stage.")
+    micro_batches: int = Field(
+        ge=1, le=MAX_MICRO_BATCHES, description="Micro-batches of each of its steps, over all pipelines."
+    )
+
+
 class Batch(Section):
     """The global batch: the samples of one optimizer step."""
 
     micro_batches: int = Field(
-        default=8, ge=1, le=MAX_MICRO_BATCHES, description="Micro-batches of one step, over all pipelines."
+        default=8,
+        ge=1,
+        le=MAX_MICRO_BATCHES,
+        description="Micro-batches of one step, over all pipelines; after the ramp, if there is one.",
     )
     micro_batch_size: int = Field(default=2, ge=1, le=_MAX_IN_A_MICRO_BATCH, description="Samples of one micro-batch.")
+    ramp: Annotated[tuple[RampStage, ...], Field(strict=False)] = Field(
+        default=(),
+        description="Stages of fewer micro-batches at the beginning, each with `micro_batches` and `until_step`, the "
+        "first step after it; see docs/data.md.",
+    )
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        until_step, fewer = 0, 0
+        for index, stage in enumerate(self.ramp):
+            if stage.until_step <= until_step:
+                yield f"ramp[{index}].until_step", f"must be after step {until_step}, which ends the stage before"
+            if stage.micro_batches <= fewer:
+                yield f"ramp[{index}].micro_batches", f"must be more than {fewer}, as the stage before has"
+            until_step, fewer = stage.until_step, stage.micro_batches
+        if self.micro_batches <= fewer:
+            yield "micro_batches", f"must be more than {fewer}, as the last stage of the ramp has"
 
     @property
     def samples(self) -> int:
-        """Samples of one step."""
+        """Samples of one step after the ramp."""
         return self.micro_batches * self.micro_batch_size
+
+    @property
+    def stages(self) -> tuple[tuple[int, int], ...]:
+        """The first step of each stage and its micro-batches, ascending; the last stage has no end."""
+        starts = (0, *(stage.until_step for stage in self.ramp))
+        return tuple(zip(starts, (*(stage.micro_batches for stage in self.ramp), self.micro_batches), strict=True))
+
+    def stages_from(self, step: int) -> tuple[tuple[int, int], ...]:
+        """Return the stages that are not over before a step."""
+        return self.stages[sum(stage.until_step <= step for stage in self.ramp) :]
+
+    def micro_batches_at(self, step: int) -> int:
+        """Return the micro-batches of a step."""
+        return self.stages_from(step)[0][1]
+
+    @property
+    def description(self) -> str:
+        """Samples of a step in words."""
+        return f"{f'{self.samples_before(1)} to ' if self.ramp else ''}{self.samples} a step"
+
+    def samples_before(self, step: int) -> int:
+        """Return the samples of all steps before one."""
+        stops = (*(min(step, stage.until_step) for stage in self.ramp), step)
+        steps = (max(0, stop - start) for stop, (start, _) in zip(stops, self.stages, strict=True))
+        return self.micro_batch_size * sum(own * count for own, (_, count) in zip(steps, self.stages, strict=True))
 
 
 class Recovery(Section):

@@ -209,7 +209,7 @@ class Orders:
         self._peers = peers
 
     def continue_from(self, state: State) -> None:
-        """Take in the generation of a coordinator that is lost; send nothing."""
+        """Begin to measure the generation in force, which trains already; send nothing."""
         if state.active is not None:
             self._planner.begin(state.active, state.members.hosts())
 
@@ -393,6 +393,8 @@ class CommandRunner:
                 self.orders.prepare(state)
             case commands.Task.BEGIN_GENERATION:
                 self.orders.begin(state)
+            case commands.Task.BEGIN_STAGE:
+                self.orders.continue_from(state)
             case commands.Migrate():
                 self.orders.migrate(state, command)
             case commands.LogFault(worker=worker):

@@ -35,6 +35,8 @@ class Task(Command, Enum):
     """Send the orders of the next generation, to be prepared."""
     BEGIN_GENERATION = "begin generation"
     """Record the generation that was prepared, and begin to measure it: it is in force."""
+    BEGIN_STAGE = "begin stage"
+    """Begin to measure the plan with which the generation in force continues, because the batch has grown."""
     PREPARE_DECISIONS = "prepare decisions"
     """Prepare decisions on the next loss during training, unless the prepared ones still fit."""
     SPECULATE = "speculate"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -56,22 +56,24 @@ def summarize(
     steps: Iterable[StepRecord],
     events: Iterable[Event],
     *,
-    samples_per_step: int,
+    samples_before: Callable[[int], int],
     first_step: int = 0,
     status: RunStatus,
     reason: str,
 ) -> Summary:
     """Derive the summary from the records in the order they were written.
 
-    `samples_per_step` is the size of the global batch, and `first_step` that of a forked run. A step that was recorded
-    twice was trained again after a return to a checkpoint; its last record counts.
+    `samples_before` returns the samples of all steps before one, and `first_step` is that of a forked run. A step that
+    was recorded twice was trained again after a return to a checkpoint; its last record counts.
     """
     steps, events = list(steps), list(events)
     failures = failures_in(events)
     committed = {record.step: record for record in steps}
     last = max(committed, default=first_step - 1)
     seen = sum(record.samples for record in committed.values())
-    skipped = samples_per_step * sum(record.is_skipped for record in committed.values())
+    skipped = sum(
+        samples_before(step + 1) - samples_before(step) for step, record in committed.items() if record.is_skipped
+    )
     missing = (each for each in events if isinstance(each, SampleLeftOut) and not each.is_replaced)
     left_out = {(each.step, each.epoch, each.sample) for each in missing}
     skipped += sum(step in committed and not committed[step].is_skipped for step, *_ in left_out)
@@ -85,7 +87,7 @@ def summarize(
         first_step=first_step,
         final_loss=losses[-1] if losses else None,
         samples_seen=seen,
-        samples_lost=(last + 1 - first_step) * samples_per_step - seen - skipped,
+        samples_lost=samples_before(last + 1) - samples_before(first_step) - seen - skipped,
         samples_repeated=sum(record.samples for record in steps) - seen,
         samples_skipped=skipped,
         failures=tuple(failures),

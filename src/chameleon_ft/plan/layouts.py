@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Final
@@ -155,6 +156,28 @@ def data_pipeline_plan(
     return pipelines_plan(
         [PipelineLayout(cut_points, group, micro_batches // dp) for group in groups], split_backward=split_backward
     )
+
+
+def with_micro_batches(plan: Plan, count: int) -> Plan:
+    """Return the plan with another number of micro-batches, which its paths share in the same proportion."""
+    if count == plan.micro_batches:
+        return plan
+    shares = Counter(route.hops for route in plan.routes)
+    counts = proportional_shares(list(shares.values()), count)
+    taken = [hops for hops, own in zip(shares, counts, strict=True) for _ in range(own)]
+    return replace(plan, routes=tuple(map(Route, range(count), taken)))
+
+
+def proportional_shares(weights: Sequence[float], micro_batches: int) -> list[int]:
+    """Micro-batches of each pipeline: each in turn goes to the pipeline that would finish it first, by weight."""
+    counts = [0] * len(weights)
+    ends = [(1 / weight, number) for number, weight in enumerate(weights)]
+    heapq.heapify(ends)
+    for _ in range(micro_batches):
+        _, number = ends[0]
+        counts[number] += 1
+        heapq.heapreplace(ends, ((counts[number] + 1) / weights[number], number))
+    return counts
 
 
 def detoured_hops(plan: Plan, pipelines: Sequence[Sequence[int]]) -> frozenset[tuple[int, int]]:

@@ -7,7 +7,7 @@ orders.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Literal, TypeAlias
@@ -15,13 +15,24 @@ from typing import Any, Literal, TypeAlias
 from chameleon_ft.plan import Placement, Plan
 from chameleon_ft.plan.frames import Shared, plain
 from chameleon_ft.plan.frozen_map import FrozenMap
+from chameleon_ft.plan.layouts import with_micro_batches
 from chameleon_ft.plan.rest import GradientKey, RestOfStep
 from chameleon_ft.plan.shards import Sharding, SliceMove
 from chameleon_ft.plan.snapshots import Rebuilding, Restoration, SnapshotLayout, SnapshotShare
 from chameleon_ft.plan.vote import Vote
+from chameleon_ft.recovery.context import CourseDraft
 from chameleon_ft.recovery.migration import without_shadow_holders
 from chameleon_ft.recovery.transition import LayerMove, PlannedTransition, TransitionOrders, moves_of
-from chameleon_ft.schedule import CostModel, InFlightLimit, Operation, Program, Resend, best_program, check_program
+from chameleon_ft.schedule import (
+    CostModel,
+    InFlightLimit,
+    Operation,
+    Program,
+    Resend,
+    best_program,
+    check_program,
+    default_limits,
+)
 from chameleon_ft.sync import Segment, gradient_rounds, gradient_segments, tied_segments
 from chameleon_ft.transfer import Transfer
 
@@ -96,6 +107,26 @@ class PlannedRest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LaterPlan:
+    """The plan of a generation from a later step on, whose batch is larger: each worker holds what it held before.
+
+    Attributes:
+        first_step: the first step of this plan.
+        plan: its placement is that of the generation, whatever has moved since.
+        program: what each worker runs in a step.
+        in_flight_limits: worker -> its limit.
+    """
+
+    first_step: int
+    plan: Plan
+    program: Program
+    in_flight_limits: Mapping[int, InFlightLimit]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "in_flight_limits", FrozenMap(self.in_flight_limits))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerOrders:
     """The part of one worker in a generation: what it runs, holds and moves.
 
@@ -105,6 +136,7 @@ class WorkerOrders:
         members: workers that train, ascending; any other only takes part in the transition.
         first_step: the first step of the generation. While it is being prepared, a lower bound.
         program: this worker's operations.
+        later: (first step, this worker's operations from that step on), ascending, for batches that grow.
         segments: the gradient segments of the model, in the order in which all workers reduce them. Those with one
             holder, which need no message, come last.
         roll_forward: the vote of step ``first_step - 1``, for a rank that has to apply that step first.
@@ -143,6 +175,14 @@ class WorkerOrders:
     snapshot: int | None = None
     rebuilt: Shared[tuple[Rebuilding, ...]] = ()
     spec: Shared[str] = ""
+    later: tuple[tuple[int, Program], ...] = ()
+
+    def at(self, step: int) -> WorkerOrders:
+        """Return the orders as they are in a step: with the program for its micro-batches, and their first step."""
+        if not (begun := [each for each in self.later if each[0] <= step]):
+            return self
+        first_step, program = begun[-1]
+        return replace(self, first_step=first_step, program=program, rest=None, later=self.later[len(begun) :])
 
     @property
     def operations(self) -> tuple[Operation, ...]:
@@ -236,6 +276,7 @@ class GenerationSpec:
         next_sharding: with `migration`, the owners once all has arrived, if they differ.
         snapshots: where snapshots are kept; None if none are taken.
         no_snapshots: why none are taken, if the run would take some by itself.
+        later: the plans that follow as the batch grows, ascending.
     """
 
     generation: int = 0
@@ -264,14 +305,64 @@ class GenerationSpec:
     next_sharding: Sharding | None = None
     snapshots: SnapshotLayout | None = None
     no_snapshots: str = ""
+    later: tuple[LaterPlan, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "in_flight_limits", FrozenMap(self.in_flight_limits))
 
+    def at(self, step: int) -> GenerationSpec:
+        """Return the generation as it is in a step: with the plan for its micro-batches, and their first step."""
+        if not (begun := [each for each in self.later if each.first_step <= step]):
+            return self
+        return replace(
+            self._with(begun[-1]), first_step=begun[-1].first_step, rest=None, later=self.later[len(begun) :]
+        )
+
+    def along(self, stages: Sequence[tuple[int, int]]) -> GenerationSpec:
+        """Return the generation with a plan for each stage of the batch, from that of its first step on.
+
+        Micro-batches go the ways of this plan, in the same proportion.
+
+        Args:
+            stages: the first step of each stage and its micro-batches, ascending.
+
+        Raises:
+            ProgramError: a program breaks a rule.
+        """
+        (_, count), *later = stages
+        first = self if count == self.plan.micro_batches else self._with(self._later_plan(self.first_step, count))
+        return replace(first, later=tuple(self._later_plan(*stage) for stage in later))
+
+    def _with(self, later: LaterPlan) -> GenerationSpec:
+        return replace(
+            self,
+            plan=replace(later.plan, placement=self.plan.placement),
+            program=later.program,
+            costs=self.costs.with_micro_batches(later.plan.micro_batches),
+            in_flight_limits=later.in_flight_limits,
+        )
+
+    def _later_plan(self, first_step: int, micro_batches: int) -> LaterPlan:
+        plan, costs = with_micro_batches(self.plan, micro_batches), self.costs.with_micro_batches(micro_batches)
+        limits = dict(self.in_flight_limits)
+        # Limits that were found for few micro-batches may leave more of them waiting for each other.
+        for worker, usual in default_limits(plan).items():
+            own = limits.get(worker, usual)
+            if own.in_flight < usual.in_flight or own.kept < usual.kept:
+                limits[worker] = InFlightLimit(max(own.in_flight, usual.in_flight), max(own.kept, usual.kept))
+        draft = CourseDraft.of(plan, limits, costs)
+        if draft.estimate.over_capacity(costs):
+            draft = CourseDraft.lean(plan, costs)
+        course = draft.course()
+        check_program(course.program, course.plan)
+        return LaterPlan(
+            first_step=first_step, plan=course.plan, program=course.program, in_flight_limits=course.in_flight_limits
+        )
+
     def followed_by(self, **changes: Any) -> GenerationSpec:
         """Return a generation of the same plan that begins with the state of its workers, with these fields."""
         fields = ("plan", "program", "costs", "costs_from", "in_flight_limits", "first_step")
-        kept = ("sharding", "snapshots", "no_snapshots", "policy", "action")
+        kept = ("sharding", "snapshots", "no_snapshots", "policy", "action", "later")
         return GenerationSpec(**{**{name: getattr(self, name) for name in (*fields, *kept)}, **changes})
 
     def to_json(self) -> str:
@@ -358,6 +449,7 @@ class GenerationSpec:
                 members=members,
                 first_step=self.first_step,
                 program=self.program.only(worker),
+                later=tuple((each.first_step, each.program.only(worker)) for each in self.later),
                 segments=segments,
                 roll_forward=self.roll_forward,
                 load=self.load,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import statistics
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
@@ -13,6 +12,7 @@ from typing import Generic, Protocol, TypeVar
 
 from chameleon_ft.errors import NoHolderError
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
+from chameleon_ft.plan.layouts import proportional_shares
 from chameleon_ft.recovery import repartition
 from chameleon_ft.recovery.context import DecisionContext
 from chameleon_ft.recovery.layout import largest_symmetric_layout, uniform_limits
@@ -49,7 +49,7 @@ def drop_pipelines(name: str, context: DecisionContext) -> Proposal:
     shares: dict[tuple[LayerRange, ...], list[int]] = defaultdict(list)
     for hops, share in micro_batches.items():
         shares[_stages(hops)].append(share)
-    counts = _proportional([statistics.fmean(shares[_stages(hops)]) for hops in pipelines], plan.micro_batches)
+    counts = proportional_shares([statistics.fmean(shares[_stages(hops)]) for hops in pipelines], plan.micro_batches)
     used = [(hops, count) for hops, count in zip(pipelines, counts, strict=True) if count]
     taken = [hops for hops, count in used for _ in range(count)]
     # A formed pipeline runs like the first one: each worker recomputes, and splits its backward, as its counterpart.
@@ -77,18 +77,6 @@ def drop_pipelines(name: str, context: DecisionContext) -> Proposal:
 
 def _stages(hops: Sequence[Hop]) -> tuple[LayerRange, ...]:
     return tuple(hop.layers for hop in hops)
-
-
-def _proportional(weights: Sequence[float], micro_batches: int) -> list[int]:
-    """Micro-batches of each pipeline: each in turn goes to the pipeline that would finish it first, by weight."""
-    counts = [0] * len(weights)
-    ends = [(1 / weight, number) for number, weight in enumerate(weights)]
-    heapq.heapify(ends)
-    for _ in range(micro_batches):
-        _, number = ends[0]
-        counts[number] += 1
-        heapq.heapreplace(ends, ((counts[number] + 1) / weights[number], number))
-    return counts
 
 
 class RivalPlanner(Protocol):

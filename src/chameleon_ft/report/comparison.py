@@ -120,11 +120,14 @@ class GenerationComparison:
 def compare_generations(
     plans: Mapping[int, GenerationSpec], recorded: Iterable[RecordedStep]
 ) -> tuple[GenerationComparison, ...]:
-    """Compare the recorded steps of each generation with the prediction of its plan, and omit those without any."""
-    by_generation: dict[int, list[MeasuredStep]] = defaultdict(list)
+    """Compare the recorded steps of each generation with the prediction of its plan, and omit those without any.
+
+    Of a generation in which the batch has grown, each plan has a comparison of its own.
+    """
+    of_plan: dict[tuple[int, int], list[MeasuredStep]] = defaultdict(list)
     for step in measured_steps(plans, recorded):
-        by_generation[step.generation].append(step)
-    return tuple(_compare(plans[generation], steps) for generation, steps in sorted(by_generation.items()))
+        of_plan[step.generation, plans[step.generation].at(step.step).first_step].append(step)
+    return tuple(_compare(plans[generation].at(first), steps) for (generation, first), steps in sorted(of_plan.items()))
 
 
 def measured_steps(plans: Mapping[int, GenerationSpec], recorded: Iterable[RecordedStep]) -> list[MeasuredStep]:
@@ -150,7 +153,7 @@ def planned_operations(record: RecordedStep, plans: Mapping[int, GenerationSpec]
 def _plan_of(record: RecordedStep, plans: Mapping[int, GenerationSpec]) -> GenerationSpec:
     if record.generation not in plans:
         raise ConfigError(f"step {record.step} was recorded in generation {record.generation}, whose plan is missing")
-    return plans[record.generation]
+    return plans[record.generation].at(record.step)
 
 
 def _operations_of(record: RecordedStep, plan: GenerationSpec) -> tuple[Operation, ...]:

@@ -404,7 +404,9 @@ class RunView:
         if has_ended:  # no worker trains any more
             workers = {state: each for state, each in workers.items() if state in ("lost", "left")}
         steps = self.config.steps if self._total_steps is None else self._total_steps
-        left = steps - (0 if last is None else last.step + 1)
+        done, before = 0 if last is None else last.step + 1, self.config.batch.samples_before
+        # In steps of the present batch, which may grow.
+        left = (before(steps) - before(done)) / (before(max(done, 1)) - before(max(done, 1) - 1))
         goodput = self._goodput
         eta_s = (
             None if has_ended or condition == "lost" or pace is None or not goodput else left * pace.step_s / goodput

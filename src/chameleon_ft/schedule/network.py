@@ -13,10 +13,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from itertools import chain, pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -45,6 +45,10 @@ class CostModel:
 
     workload: Workload
     cluster: Cluster
+
+    def with_micro_batches(self, count: int) -> Self:
+        """Return the costs of a step of another number of micro-batches."""
+        return replace(self, workload=replace(self.workload, micro_batches=count))
 
     def operation_s(self, worker: int, operation: Operation) -> float:
         """Return the seconds of `operation` on `worker`: `compute_s` of its kind and layers."""

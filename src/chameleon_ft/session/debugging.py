@@ -38,7 +38,7 @@ def train_in_one_process(config: RunConfig, *, run: RunDirectory, resume: bool) 
     started = Started(
         format=FORMAT,
         model=f"{config.job.rpartition('/')[2]}, {job.num_layers} layers",
-        data=f"{samples}, {config.batch.samples} a step",
+        data=f"{samples}, {config.batch.description}",
         run=str(run.path),
         pipelines=((0,),),
         stages=(f"0-{job.num_layers - 1}",),

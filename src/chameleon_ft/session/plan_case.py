@@ -169,11 +169,13 @@ class PlanCase:
         parallel: the layout of equal pipelines; None if one is to be searched for.
         snapshots: how they are kept, if there are any.
         host_bytes: memory of each host that is available for its workers; None: not known.
+        ramp: the first step and the micro-batches of each stage before the batch of `costs`.
     """
 
     profile: Profile
     costs: CostModel
     parallel: Parallel | None
+    ramp: tuple[tuple[int, int], ...] = ()
     snapshots: Snapshots = field(default_factory=Snapshots)
     host_bytes: int | None = None
 
@@ -259,6 +261,9 @@ def _case_of_config(given: PlanRequest, path: Path, batch: PlanBatch, job_argume
     values = read_config_values(path, job_arguments)
     for name, section in _sections(given, batch).items():
         values[name] = {**values.get(name, {}), **section}
+        if name == "batch" and section:
+            # The ramp leads to the batch of the configuration.
+            values[name].pop("ramp", None)
     if given.dp is not None or given.pp is not None:
         own = values["parallel"]
         values["workers"] = own.get("dp", Parallel().dp) * own.get("pp", Parallel().pp)
@@ -277,6 +282,7 @@ def _case_of_config(given: PlanRequest, path: Path, batch: PlanBatch, job_argume
         _profile_of_config(config, path, device_name=given.preset.device),
         workers=given.workers or config.workers,
         micro_batches=config.batch.micro_batches,
+        ramp=config.batch.stages[:-1],
         parallel=None if given.workers is not None else config.parallel,
         owners=config.parallel.owners,
         per_host=per_host,
@@ -330,6 +336,7 @@ def _build(
     owners: int | None,
     per_host: int,
     snapshots: Snapshots = Snapshots(),
+    ramp: tuple[tuple[int, int], ...] = (),
 ) -> PlanCase:
     hosts, speeds = hosts_of(workers, per_host), _speeds(given.slow)
     for worker in speeds:
@@ -347,6 +354,7 @@ def _build(
         parallel=parallel,
         snapshots=snapshots,
         host_bytes=given.hosts.memory_bytes,
+        ramp=ramp,
     )
 
 

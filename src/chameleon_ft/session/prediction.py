@@ -6,14 +6,14 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from chameleon_ft.cost.step import StepEstimate, estimate_step, total_work_bound_s
 from chameleon_ft.errors import ConfigError, NoHolderError
 from chameleon_ft.plan import Plan
-from chameleon_ft.plan.layouts import disjoint_pipelines
+from chameleon_ft.plan.layouts import disjoint_pipelines, with_micro_batches
 from chameleon_ft.quantities import in_ranges
 from chameleon_ft.recovery import reroute
 from chameleon_ft.recovery.proposals import RivalPlanner
@@ -120,6 +120,13 @@ class Prediction:
     def samples_per_s(self) -> float:
         return self.case.costs.workload.samples / self.estimate.step_s
 
+    def ramp(self) -> Iterator[tuple[int, int, float]]:
+        """Yield the first step, the micro-batches and the seconds of a step of each stage before this batch."""
+        case = self.case
+        for first_step, count in case.ramp:
+            plan, costs = with_micro_batches(self.plan, count), case.costs.with_micro_batches(count)
+            yield first_step, count, _estimate(plan, costs, case.in_flight_limits or None).step_s
+
     def to_json(self) -> dict[str, Any]:
         """Return the prediction as JSON values."""
         estimate, costs, snapshots = self.estimate, self.case.costs, self.case.snapshots_of(self.plan)
@@ -148,6 +155,10 @@ class Prediction:
             "bubble": estimate.bubble,
             "failure_free_step_s": self.before_step_s,
             "samples_per_s": self.samples_per_s,
+            "ramp": [
+                {"first_step": first_step, "micro_batches": count, "step_s": step_s}
+                for first_step, count, step_s in self.ramp()
+            ],
             "peak_memory_bytes": {str(worker): memory.peak_bytes for worker, memory in estimate.memory.items()},
             "peak_memory_parts": {str(worker): asdict(memory.peak) for worker, memory in estimate.memory.items()},
             "capacity_bytes": {str(worker): costs.cluster.worker(worker).memory_bytes for worker in self.plan.workers},

@@ -193,6 +193,7 @@ def _started_run(request: RunRequest, lock: RunLock) -> PreparedRun:
         skipped = f", {len(data.skipped)} files skipped" if data.skipped else ""
         print(f"data: {data.source}: {data.num_tokens:,} tokens, {data.num_samples:,} samples{skipped}")
     check_inputs(config)
+    _require_even_shares(config, 0)
     require_store(config, is_free=not is_auto)
     if not is_auto:
         lock.take(out)
@@ -281,6 +282,7 @@ def _forked_run(request: RunRequest, lock: RunLock) -> PreparedRun:
     own = {"output_dir": out, "forked": fork, "skips": skips, "run_id": uuid.uuid4().hex}
     config = config.model_copy(update=own)
     check_inputs(config)
+    _require_even_shares(config, step)
     check_address(config.control)
     require_store(config, is_free=True)
     lock.take(out)
@@ -333,6 +335,7 @@ def _resumed(
     request = request or RunRequest()
     chosen = named_step(checkpoints, request.from_step, criterion=config.checkpoint.keep_best)
     first = newest_checkpoint(config, directory, checkpoints=checkpoints, chosen=chosen)
+    _require_even_shares(config, first)
     # Before an earlier step, what was left out later is no longer decided.
     kept = before.skips if chosen is None else [each for each in before.skips if each.step <= chosen]
     config = config.model_copy(update={"skips": _with_skip(kept, first, request.skip_samples)})
@@ -341,6 +344,17 @@ def _resumed(
     _say_horizon(config, before)
     superseded = () if chosen is None else _superseded(checkpoints, chosen)
     return PreparedRun(config.with_horizon_of(before), directory, resume=True, is_new=False, superseded=superseded)
+
+
+def _require_even_shares(config: RunConfig, step: int) -> None:
+    """Raise ConfigError if, from a step on, the batch grows by other numbers than each pipeline has a share of."""
+    dp = config.parallel.dp
+    for first_step, count in () if config.plan is not None else config.batch.stages_from(step):
+        if count % dp:
+            raise ConfigError(
+                f"batch.ramp: {count} micro-batches from step {first_step} on do not divide evenly over "
+                f"parallel.dp = {dp} pipelines; take a multiple of {dp}"
+            )
 
 
 def _with_skip(skips: Sequence[Skip], step: int, samples: int | None) -> tuple[Skip, ...]:

@@ -222,16 +222,19 @@ def _searches_s(events: Sequence[Event], plans: Mapping[int, GenerationSpec]) ->
 
 
 def _overheads_s(run: RunDirectory, plans: Mapping[int, GenerationSpec]) -> list[float]:
-    """Return the median seconds of the steps of each generation beyond their estimate, without its first step."""
+    """Return the median seconds of the steps of each plan beyond their estimate, without its first step."""
     first = _first(run)
-    steps_s: dict[int, list[float]] = defaultdict(list)
+    steps_s: dict[tuple[int, int], list[float]] = defaultdict(list)
     for step in run.steps():
-        steps_s[step.generation].append(step.step_s)
+        if (plan := plans.get(step.generation)) is not None:
+            steps_s[step.generation, plan.at(step.step).first_step].append(step.step_s)
     found = []
-    for generation, plan in plans.items():
-        if len(usual := steps_s[generation][1:]) > 1:
+    for (generation, first_step), own in steps_s.items():
+        if len(usual := own[1:]) > 1:
+            plan = plans[generation].at(first_step)
             costs = first.costs if first.costs_from == "profile" else plan.costs
-            found.append(statistics.median(usual) - estimate_step(plan.plan, plan.program, costs).step_s)
+            step_s = estimate_step(plan.plan, plan.program, costs.with_micro_batches(plan.plan.micro_batches)).step_s
+            found.append(statistics.median(usual) - step_s)
     return found
 
 
@@ -251,12 +254,12 @@ def _median_gap(run: RunDirectory, kind: type[CheckpointComplete | SnapshotCompl
 
 
 def _first(run: RunDirectory) -> GenerationSpec:
-    """Return the first plan of a run, with measured costs if it had no profile."""
+    """Return the first plan of a run, for the batch of its last step, with measured costs if it had no profile."""
     _began_at(run, run.events())
     plans = read_generation_plans(run.plans)
     if not plans:
         raise ConfigError(f"{run.path}: there is no plan of any generation in {run.plans.name}; the run never began")
-    first = next(iter(plans.values()))
+    first = next(iter(plans.values())).at(run.config().steps - 1)
     if first.costs_from != "assumed":
         return first
     measured = [plan for plan in plans.values() if plan.costs_from == "measured"]
@@ -265,7 +268,8 @@ def _first(run: RunDirectory) -> GenerationSpec:
             f"{run.path}: the run had no profile, and has measured nothing of which a plan was made; "
             "give it one (chameleon profile), or a run in which something failed"
         )
-    return replace(first, costs=CostModel(measured[-1].costs.workload, first.costs.cluster), costs_from="measured")
+    costs = CostModel(measured[-1].costs.workload, first.costs.cluster)
+    return replace(first, costs=costs.with_micro_batches(first.plan.micro_batches), costs_from="measured")
 
 
 def _began_at(run: RunDirectory, events: Sequence[Event]) -> float:

@@ -14,7 +14,8 @@ from chameleon_ft.cluster import Cluster, Link, Worker
 from chameleon_ft.config import RunConfig
 from chameleon_ft.errors import ChameleonError, ConfigError, PlanError, describe_invalid
 from chameleon_ft.plan import Plan
-from chameleon_ft.recovery.generation import CostsFrom, GenerationSpec
+from chameleon_ft.plan.layouts import disjoint_pipelines
+from chameleon_ft.recovery.generation import CostsFrom, GenerationSpec, LaterPlan
 from chameleon_ft.schedule import CostModel, Operation, OperationKind, Program
 from chameleon_ft.storage.files import replace_file
 from chameleon_ft.workload import Workload
@@ -25,14 +26,19 @@ _OPERATION = re.compile(r"([FBIW])(\d+)\.(\d+)")
 def write_generation(spec: GenerationSpec, path: Path) -> None:
     """Write a JSON file, which `read_generation` reads, and its folder if there is none.
 
-    It has the plan that is trained, without layers that are on their way, the program and the costs.
+    It has the plan that is trained, without layers that are on their way, the program and the costs; and the plans and
+    programs that follow as the batch grows.
     """
     cluster = spec.costs.cluster
     file = _File(
         generation=spec.generation,
         first_step=spec.first_step,
         plan=spec.trained_plan.to_json(),
-        program={worker: " ".join(map(str, spec.program.of(worker))) for worker in spec.program.workers},
+        program=_texts(spec.program),
+        later=tuple(
+            _Later(first_step=each.first_step, plan=each.plan.to_json(), program=_texts(each.program))
+            for each in spec.later
+        ),
         workload=spec.costs.workload,
         workers=cluster.workers,
         intra_host=cluster.intra_host,
@@ -48,10 +54,13 @@ def read_generation(path: Path) -> GenerationSpec:
     """Read a file that `write_generation` wrote. Raises ConfigError if it is damaged."""
     try:
         file = _File.model_validate_json(path.read_bytes())
-        plan = Plan.from_json(file.plan)
-        program = Program({worker: tuple(_operations(text, plan)) for worker, text in file.program.items()})
+        plan, program = _read(file)
+        later = tuple(map(_later, file.later))
         cluster = Cluster(file.workers, file.intra_host, file.inter_host, file.slow_links)
-        _check(plan, program, file.workload, cluster)
+        costs = CostModel(file.workload, cluster)
+        _check(plan, program, costs)
+        for each in later:
+            _check(each.plan, each.program, costs.with_micro_batches(each.plan.micro_batches))
     except (OSError, ValidationError, ChameleonError, LookupError, ValueError, OverflowError) as error:
         why = describe_invalid(error) if isinstance(error, ValidationError) else error
         raise ConfigError(f"{path}: does not hold the plan of a generation: {why}") from None
@@ -60,8 +69,9 @@ def read_generation(path: Path) -> GenerationSpec:
         first_step=file.first_step,
         plan=plan,
         program=program,
-        costs=CostModel(file.workload, cluster),
+        costs=costs,
         costs_from=file.costs_from,
+        later=later,
         policy="",
         action="",
     )
@@ -90,9 +100,10 @@ def readable_generation_plans(folder: Path) -> tuple[dict[int, GenerationSpec], 
     return {plan.generation: plan for plan in sorted(plans, key=lambda plan: plan.generation)}, damaged
 
 
-def _check(plan: Plan, program: Program, workload: Workload, cluster: Cluster) -> None:
+def _check(plan: Plan, program: Program, costs: CostModel) -> None:
     """Raise ConfigError unless the parts of a file belong together."""
-    layers, workers = plan.placement.num_layers, {worker.id for worker in cluster.workers}
+    workload = costs.workload
+    layers, workers = plan.placement.num_layers, {worker.id for worker in costs.cluster.workers}
     if len(workload.layers) != layers or workload.micro_batches != len(plan.routes):
         raise ConfigError("its workload is not that of its plan")
     if not workers.issuperset((*plan.placement.ranges, *program.workers)):
@@ -103,20 +114,38 @@ def _check(plan: Plan, program: Program, workload: Workload, cluster: Cluster) -
         raise ConfigError("its program does not have the operations of its plan")
 
 
-class _File(BaseModel):
+class _Later(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, ser_json_inf_nan="constants")
 
-    format: Literal["chameleon-generation-1"] = "chameleon-generation-1"
-    generation: int
     first_step: int
-    costs_from: CostsFrom
     plan: str
     program: Mapping[int, str]
+
+
+class _File(_Later):
+    format: Literal["chameleon-generation-1"] = "chameleon-generation-1"
+    generation: int
+    costs_from: CostsFrom
+    later: tuple[_Later, ...] = ()
     workload: Workload
     workers: tuple[Worker, ...]
     intra_host: Link
     inter_host: Link
     slow_links: tuple[tuple[int, int, float], ...] = ()
+
+
+def _texts(program: Program) -> dict[int, str]:
+    return {worker: " ".join(map(str, program.of(worker))) for worker in program.workers}
+
+
+def _read(file: _Later) -> tuple[Plan, Program]:
+    plan = Plan.from_json(file.plan)
+    return plan, Program({worker: tuple(_operations(text, plan)) for worker, text in file.program.items()})
+
+
+def _later(file: _Later) -> LaterPlan:
+    plan, program = _read(file)
+    return LaterPlan(first_step=file.first_step, plan=plan, program=program, in_flight_limits={})
 
 
 def _operations(text: str, plan: Plan) -> Iterable[Operation]:
@@ -152,6 +181,12 @@ def read_start_plan(config: RunConfig) -> Plan | None:
         raise ConfigError(
             f"plan {config.plan}: is of {plan.micro_batches} micro-batches{of_size}, and [batch] says "
             f"{batch.micro_batches}{own_size}; set batch.micro_batches and batch.micro_batch_size as the plan has them"
+        )
+    least, pipelines = batch.micro_batches_at(0), len(disjoint_pipelines(plan))
+    if least < pipelines:
+        raise ConfigError(
+            f"plan {config.plan}: has {pipelines} pipelines, and batch.ramp begins with {least} micro-batches, so that "
+            f"some would have none; begin with {pipelines} at least"
         )
     if (most := max(plan.workers)) >= config.workers:
         raise ConfigError(

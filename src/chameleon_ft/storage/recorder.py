@@ -80,7 +80,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         self.files = FileQueue(may_write=may_write)
         self._files = {"metrics": run.metrics_file, "events": run.events_file}
         config = run.config()
-        self._samples_per_step, self._first_step = config.batch.samples, config.forked.step
+        self._batch, self._first_step = config.batch, config.forked.step
 
     def plan(self, spec: GenerationSpec) -> None:
         """Record a generation, and the policy that proposed it."""
@@ -151,7 +151,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         summary = summarize(
             steps,
             events,
-            samples_per_step=self._samples_per_step,
+            samples_before=self._batch.samples_before,
             first_step=self._first_step,
             status=status,
             reason=reason,

@@ -37,7 +37,12 @@ class Generation:
 
     def begin_at(self, first_step: int, *, evaluate: bool) -> None:
         """Note the first step, and whether an evaluation comes before it, which is not known before the switch."""
-        self.order = replace(self.order, first_step=first_step, evaluate=evaluate)
+        self.order = replace(self.order.at(first_step), first_step=first_step, evaluate=evaluate)
+
+    def enter_step(self, step: int) -> WorkerOrders:
+        """Continue with the program for the micro-batches of a step; return the orders, which have it."""
+        self.order = self.order.at(step)
+        return self.order
 
     def open(self, client: ControlClient) -> None:
         """Connect with all participants. Raises CommunicationError."""
@@ -55,7 +60,8 @@ class Generation:
         def connected(kept: int, formed: int, seconds: float) -> None:
             client.send(DevicesConnected(generation=order.generation, kept=kept, formed=formed, seconds=seconds))
 
-        channels = channels_of(worker, order.operations)
+        programs = (order.program, *(program for _, program in order.later))
+        channels = set().union(*(channels_of(worker, program.of(worker)) for program in programs))
         if order.sharding is not None:
             channels |= channels_of_exchange(worker, order.sharding.layers)
         return Membership(

@@ -169,7 +169,7 @@ def _inspect_job(config: RunConfig, *, compiles: bool) -> JobInfo:
         compile_layers(job, boundaries, read, seed=config.seed, device=run_on)
     return JobInfo(
         model=f"{name}, {job.num_layers} layers, {data_size(num_bytes)} of parameters",
-        data=f"{data}, {config.batch.samples} a step",
+        data=f"{data}, {config.batch.description}",
         relative_costs=job.relative_costs,
         boundaries=tuple(map(boundary_to_message, boundaries)),
         boundary_bytes=tuple(spec.num_bytes for spec in boundaries),

@@ -175,11 +175,11 @@ class PrefetchedReads:
     _wanted: dict[Key, None] = field(default_factory=dict)
     _ends: Counter[Key | None] = field(default_factory=Counter)
 
-    def expect(self, step: int, wanted: Sequence[int], following: Sequence[int]) -> Sequence[int]:
+    def expect(self, step: int, wanted: Sequence[int], following: Callable[[int], Sequence[int]]) -> Sequence[int]:
         """See `SampleSource`."""
         self._collect()
         ahead = range(step + 1, min(step + 1 + self.prefetch, self.steps))
-        keys = [(step, each) for each in wanted] + [(later, each) for later in ahead for each in following]
+        keys = [(step, each) for each in wanted] + [(later, each) for later in ahead for each in following(later)]
         self._read = {key: value for key, value in self._read.items() if key[0] >= step}
         self._wanted = dict.fromkeys(key for key in keys if key not in self._read)
         if keys and not self._loaders:

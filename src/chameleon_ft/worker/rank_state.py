@@ -264,12 +264,12 @@ class RankState:
 
     def _new_committer(self, held: HeldLayers, order: WorkerOrders) -> Committer:
         """Return one that has applied the steps before the first of the order, and has no gradients yet."""
-        rank, before = self._rank, self.committer
+        rank, before, batch = self._rank, self.committer, self._config.batch
         return Committer(
             rank=rank,
             held=held,
             buffers=GradientBuffers(held, ()),
-            contributions=self._config.batch.micro_batches * rank.job.num_layers,
+            contributions=lambda step: batch.micro_batches_at(step) * rank.job.num_layers,
             committed=order.first_step,
             recent=RecentSteps(self._config.health.spike_factor) if before is None else before.recent,
             last_vote=before.last_vote if before is not None and before.committed == order.first_step else None,

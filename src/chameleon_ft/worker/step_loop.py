@@ -12,7 +12,8 @@ from chameleon_ft.config import RunConfig
 from chameleon_ft.errors import ChameleonError, ControlError
 from chameleon_ft.plan.vote import Vote
 from chameleon_ft.protocol.messages import LEFT_OUT, BadStep, CheckpointSaved, Committed, Evaluated
-from chameleon_ft.recovery.generation import RestOrders
+from chameleon_ft.recovery.generation import RestOrders, WorkerOrders
+from chameleon_ft.schedule import Operation
 from chameleon_ft.sync import ADDS_TO_GRADIENTS
 from chameleon_ft.worker.checkpoint import CheckpointWriter
 from chameleon_ft.worker.communicators.base import CommunicationError
@@ -110,19 +111,34 @@ class StepLoop:
 
     def _whole_steps(self, vote: Vote | None, bad: BadStepError | None) -> Outcome:
         """Train after a step with this vote, if there was one, or with one that was bad; see `run`."""
-        order, committer = self.generation.order, self.committer
+        committer = self.committer
+        while committer.committed < self.config.steps and not (vote and vote.finish):
+            if vote is not None and vote.switch:
+                committer.await_parameters()
+                return Outcome.SWITCH
+            if self.client.is_over(self.generation.number):
+                return Outcome.OVER
+            vote = self._steps_of_stage(bad)
+            bad = None
+        committer.await_parameters()
+        return Outcome.FINISHED
+
+    def _steps_of_stage(self, bad: BadStepError | None) -> Vote:
+        """Train until the batch grows, the generation is over or a vote ends it; return the last vote."""
+        committer, order = self.committer, self._order
         with Reductions(committer.buffers, order.operations, self.mover) as reductions:
-            while committer.committed < self.config.steps and not (vote and vote.finish):
-                if vote is not None and vote.switch:
-                    committer.await_parameters()
-                    return Outcome.SWITCH
-                if self.client.is_over(order.generation):
-                    return Outcome.OVER
+            while True:
                 vote = self._step(reductions) if bad is None else self._repeat(reductions, bad)
                 bad = None
                 self._evaluate_after(vote)
-            committer.await_parameters()
-        return Outcome.FINISHED
+                is_last = committer.committed >= self.config.steps or vote.finish or vote.switch
+                if is_last or self._order is not order or self.client.is_over(order.generation):
+                    return vote
+
+    @property
+    def _order(self) -> WorkerOrders:
+        """The orders as they are in the present step, the same object until the batch grows."""
+        return self.generation.enter_step(self.committer.committed)
 
     def _evaluate_after(self, vote: Vote) -> None:
         """Evaluate after a step with this vote, if all do; after a switch, the next generation begins with that."""
@@ -137,7 +153,7 @@ class StepLoop:
         try:
             with as_job_errors():
                 sums, stats = self.evaluator.run(
-                    self.executor, state, self.generation.order.operations, after=self._between_operations
+                    self.executor, state, self._order.operations, after=self._between_operations
                 )
             total = sums.of_ballot(self.committer.total(sums.ballot(), self._commit_context()))
         finally:
@@ -192,13 +208,13 @@ class StepLoop:
         micro_batches.leave_out(micro_batches.draws(step, micro_batch)[row] for micro_batch, row in error.rows)
 
     def _compute_once(self, reductions: Reductions, repetition: Repetition | None) -> Vote:
-        order, step = self.generation.order, self.committer.committed
+        order, step = self._order, self.committer.committed
         start_s, start_unix_s = time.perf_counter(), unix_s()
         state = self.committer.begin()
         self._begin_check(always=repetition is not None)
         with self.recorder.noting_interruption(state, generation=order.generation):
             with as_job_errors():
-                self.executor.micro_batches.expect(step, order.operations, order.operations)
+                self.executor.micro_batches.expect(step, order.operations, self._operations_at)
                 stats = self.executor.run(state, order.operations, after=self._after(reductions), repetition=repetition)
             computed = ComputedStep(
                 stats=stats, reductions=reductions, contributions=state.contributions(), repetition=repetition
@@ -276,7 +292,7 @@ class StepLoop:
             Reductions(buffers, operations, self.mover, zeros=zeros) as reductions,
         ):
             with as_job_errors(), buffers.protecting(key for key in buffers.totals if not added_to.isdisjoint(key)):
-                self.executor.micro_batches.expect(state.step, operations, self.generation.order.operations)
+                self.executor.micro_batches.expect(state.step, operations, self._operations_at)
                 stats = self.executor.resume(
                     state,
                     operations,
@@ -293,13 +309,16 @@ class StepLoop:
                 if not others and all(tied in sources for tied in ties if layer in tied)
             }
             own = sum(source == worker for source in known.values())
-            contributions = state.contributions(known) + own * self.config.batch.micro_batches
+            contributions = state.contributions(known) + own * self.config.batch.micro_batches_at(state.step)
             computed = ComputedStep(stats=stats, reductions=reductions, contributions=contributions)
             vote = self._commit(computed, start_s=start_s)
         if self.recorder.every:
             times = {"start_s": start_s, "start_unix_s": start_unix_s}
             self.recorder.record(state.step, stats, generation=self.generation.number, part="rest", **times)
         return vote
+
+    def _operations_at(self, step: int) -> tuple[Operation, ...]:
+        return self.generation.order.at(step).operations
 
     def _after(self, reductions: Reductions) -> Callable[[int], None]:
         """Return what is called after each operation; it raises CommunicationError if the generation is over."""

@@ -15,6 +15,7 @@ import os
 import pickle
 import threading
 import traceback
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -247,7 +248,7 @@ def read_stream(job: Job, config: RunConfig, pipe: Connection) -> None:
                 _read_sample(reader)
             pairs = {
                 number: _read_micro_batch(reader, job, batch.micro_batch_size, config.seed)
-                for number in range(batch.micro_batches)
+                for number in range(batch.micro_batches_at(step))
             }
             # By the connection's own pickler, tensors would be in files that end with this process.
             pipe.send_bytes(pickle.dumps(SamplesOfStep(pairs, reader.position())))
@@ -320,7 +321,8 @@ class StreamFeed:
         self._mover = mover
         self._members = order.members
         self._reader = reader_of(order)
-        self._needed = needed_by(order, rank.job)
+        self._starts = [order.first_step, *(first_step for first_step, _ in order.later)]
+        self._needed = [needed_by(order.at(step), rank.job) for step in self._starts]
         self._config = config
         self._ahead = ahead
         self._first_step = order.first_step
@@ -340,7 +342,7 @@ class StreamFeed:
             self._ahead.close()
             self._mover.start(self._run, self._receive)
 
-    def expect(self, step: int, wanted: Sequence[int], following: Sequence[int]) -> Sequence[int]:
+    def expect(self, step: int, wanted: Sequence[int], following: Callable[[int], Sequence[int]]) -> Sequence[int]:
         """See `SampleSource`: what this rank needs in all steps of the generation is known."""
         return ()
 
@@ -392,7 +394,7 @@ class StreamFeed:
     def _give(self) -> None:
         """Read step after step, and send each to all others."""
         others = [member for member in self._members if member != self._rank.worker]
-        needs: dict[int, Collection[int]] = {}
+        needs: dict[int, list[Collection[int]]] = {}
         for step in range(self._first_step, self._config.steps):
             with self._mover.changed:
                 self._mover.wait_for(lambda step=step: step < self._step + _AHEAD)  # type: ignore[misc]
@@ -400,17 +402,22 @@ class StreamFeed:
             samples = self._ahead.take(step, self._mover)
             self._add(step, samples)
             needs = needs or self._gather_needs(others)
-            sent = [self._send(samples, peer, needs[peer]) for peer in others]
+            stage = bisect_right(self._starts, step) - 1
+            sent = [self._send(samples, peer, needs[peer][stage]) for peer in others]
             for each in sent:
                 each.finish_next()
 
-    def _gather_needs(self, others: Iterable[int]) -> dict[int, Collection[int]]:
-        """Return which micro-batches each of the others needs in every step."""
-        flags = {peer: torch.empty(self._config.batch.micro_batches, dtype=torch.int64) for peer in others}
+    def _gather_needs(self, others: Iterable[int]) -> dict[int, list[Collection[int]]]:
+        """Return which micro-batches each of the others needs in the steps of each stage of the batch."""
+        flags = {peer: self._no_needs() for peer in others}
         arriving = [self._mover.communicators.receive(flags[peer], peer=peer, tag=Tag.STREAM) for peer in others]
         for each in arriving:
             each.wait()
-        return {peer: own.nonzero().flatten().tolist() for peer, own in flags.items()}
+        return {peer: [stage.nonzero().flatten().tolist() for stage in own] for peer, own in flags.items()}
+
+    def _no_needs(self) -> torch.Tensor:
+        """Return a flag for each stage of the batch and micro-batch (stages, most micro-batches), none set."""
+        return torch.zeros(len(self._starts), self._config.batch.micro_batches, dtype=torch.int64)
 
     def _send(self, samples: SamplesOfStep, peer: int, needed: Collection[int]) -> Any:
         leaves, structure = tree_flatten({number: samples.micro_batches[number] for number in sorted(needed)})
@@ -429,8 +436,9 @@ class StreamFeed:
 
     def _receive(self) -> None:
         """Tell the reader what this rank needs, and receive it step after step."""
-        flags = torch.zeros(self._config.batch.micro_batches, dtype=torch.int64)
-        flags[sorted(self._needed)] = 1
+        flags = self._no_needs()
+        for stage, needed in zip(flags, self._needed, strict=True):
+            stage[sorted(needed)] = 1
         communicators = self._mover.communicators
         communicators.send(flags, peer=self._reader, tag=Tag.STREAM).wait()
         for step in range(self._first_step, self._config.steps):

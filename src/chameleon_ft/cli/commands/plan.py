@@ -143,6 +143,10 @@ def _facts(prediction: Prediction) -> Iterator[tuple[str, str]]:
     estimate, plan, size = prediction.estimate, prediction.plan, prediction.case.costs.workload.micro_batch_size
     yield "step", f"{duration(estimate.step_s)}, {rate(prediction.samples_per_s)} samples a second"
     yield "", f"= {duration(estimate.program_s)} of operations + {duration(estimate.sync.exposed_s)} of gradient sync"
+    for number, (first_step, count, step_s) in enumerate(prediction.ramp()):
+        speed = f"{duration(step_s)}, {rate(count * size / step_s)} samples a second"
+        text = f"{count} micro-batches from step {first_step} on: {speed}"
+        yield "" if number else "ramp", text
     for number, own in enumerate(prediction.sizes):
         if own.step_s is not None:
             text = duration(own.step_s) + (", chosen" if own.micro_batch_size == size else "")

@@ -113,7 +113,7 @@ class Planner:
                 split_backward=parallel.split_backward,
             )
         limits = uniform_limits(plan.workers, max(len(route.hops) for route in plan.routes))
-        costs = self._costs(hosts)
+        costs = self._costs(hosts, plan)
         start = GenerationSpec(
             plan=plan,
             program=checked_program(plan, costs, limits),
@@ -160,7 +160,7 @@ class Planner:
             leaving: workers that are to leave, which are not among `live`.
             held: live worker -> the layers that it holds; None: its part of the placement in force.
         """
-        costs, live = self._costs(hosts), frozenset(live)
+        costs, live = self._costs(hosts, in_force.plan), frozenset(live)
         cluster = costs.cluster
         workers = tuple(worker for worker in cluster.workers if worker.id in live)
         every = self._config.checkpoint.every
@@ -243,7 +243,7 @@ class Planner:
         progress = cluster.progress
         if progress is None:
             return None
-        costs = self._costs(cluster.hosts)
+        costs = self._costs(cluster.hosts, cluster.plan)
         lost = [worker for worker in cluster.plan.workers if worker not in progress]
         left = CostModel(costs.workload, costs.cluster.without(lost))
         return recovery.complete_step(cluster.plan, progress, left, cluster.in_flight_limits, before=cluster.rest)
@@ -322,7 +322,8 @@ class Planner:
 
     def begin(self, spec: GenerationSpec, hosts: Mapping[int, str]) -> None:
         """Begin to observe the steps of a generation."""
-        self.calibration.begin(spec.trained_plan, spec.program, self._reference(hosts))
+        reference = self._reference(hosts).with_micro_batches(spec.plan.micro_batches)
+        self.calibration.begin(spec.trained_plan, spec.program, reference)
 
     def completion(
         self, active: GenerationSpec, hosts: Mapping[int, str], live: Collection[int], *, host_memory: Mapping[str, int]
@@ -330,7 +331,7 @@ class Planner:
         """Return what gives plans to switch to their owners and keepers; it can be sent to another process."""
         return Completion(
             config=self._config,
-            costs=self._costs(hosts),
+            costs=self._costs(hosts, active.plan),
             costs_from=self._costs_from,
             active=active,
             hosts=hosts,
@@ -348,7 +349,8 @@ class Planner:
         host_memory: Mapping[str, int],
     ) -> GenerationSpec:
         """Return a generation with the costs of all workers that have joined, and its owners and keepers."""
-        spec = replace(spec, costs=self._costs(hosts), costs_from=self._costs_from)
+        spec = replace(spec, costs=self._costs(hosts, spec.plan), costs_from=self._costs_from)
+        spec = spec.along(self._config.batch.stages_from(spec.first_step))
         redundancy = self._config.parallel.owners
         if redundancy is not None:
             left = left if spec.restoration is None else spec.restoration.sharding
@@ -378,14 +380,16 @@ class Planner:
             return "measured" if self._profile is None else "corrected"
         return "assumed" if self._profile is None else "profile"
 
-    def _costs(self, hosts: Mapping[int, str]) -> CostModel:
-        """Return the costs as currently known."""
+    def _costs(self, hosts: Mapping[int, str], plan: Plan) -> CostModel:
+        """Return the costs of a step of a plan as currently known."""
         if self._profile is not None:
-            return self._corrections.applied(self._reference(hosts))
-        rates = self.calibration.rates
-        # One rate for all but the slow: a worker that was slow in one step need not be slow in the next.
-        rate = OperationRate() if rates is None else OperationRate(*rates)
-        return self._corrections.applied(self._job.costs(self._config, hosts, rate))
+            costs = self._reference(hosts)
+        else:
+            rates = self.calibration.rates
+            # One rate for all but the slow: a worker that was slow in one step need not be slow in the next.
+            rate = OperationRate() if rates is None else OperationRate(*rates)
+            costs = self._job.costs(self._config, hosts, rate)
+        return self._corrections.applied(costs).with_micro_batches(plan.micro_batches)
 
     def _reference(self, hosts: Mapping[int, str]) -> CostModel:
         """Return the costs that observations are divided by: the profile's, or one second for the whole model."""

@@ -185,7 +185,7 @@ def expected_snapshots(state: State, context: DecisionContext, *, has_reports: b
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """Gives plans to switch to their owners and keepers, which takes seconds for thousands of workers.
+    """Gives plans to switch to their owners, keepers and later plans, which takes seconds for thousands of workers.
 
     Attributes:
         active: the plan in force.
@@ -222,7 +222,12 @@ class Completion:
                 live=self.live,
                 layers=self.costs.workload.layers,
             )
+        # A switch may come in any later stage.
+        stages = self.config.batch.stages
+        stages = stages[[count for _, count in stages].index(active.plan.micro_batches) :]
         return tuple(
-            with_keepers(replace(plan, costs=self.costs, costs_from=self.costs_from), self.config, self.host_memory)
+            with_keepers(
+                replace(plan, costs=self.costs, costs_from=self.costs_from).along(stages), self.config, self.host_memory
+            )
             for plan in plans
         )

@@ -67,6 +67,27 @@ class Draft:
             health=health,
         )
 
+    def enter_stage(self, step: int) -> None:
+        """Have the generation continue with the plan for the micro-batches of a step, if it has another one for it.
+
+        Workers do so by themselves. The layers stay where they are, so a better plan is looked for.
+        """
+        active, in_force = self.state.active, self.state.in_force
+        if active is None or active.at(step) is active:
+            return
+        outcomes, outcome = self.state.outcomes.ended()
+        # An answer to what was asked before is of no use any more.
+        scale_up = replace(self.state.scale_up.with_provisional_plan(self.at.monotonic_s), considering=None)
+        self.state = replace(
+            self.state,
+            active=active.at(step),
+            in_force=None if in_force is None else in_force.at(step),
+            outcomes=outcomes,
+            scale_up=scale_up,
+        )
+        self.record(outcome)
+        self.do(commands.Task.BEGIN_STAGE, commands.Task.FORGET_DECISIONS)
+
     def do(self, *commands: Command) -> None:
         """Add commands."""
         self.commands += commands

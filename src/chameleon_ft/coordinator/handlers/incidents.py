@@ -341,6 +341,9 @@ def _decide_if_quiesced(draft: Draft) -> None:
     if not _find_placement(draft, max(report.placed for report in state.quiesced.values())):
         end(draft, "failed", "the plan that workers follow is not in the journal of the run; resume it")
         return
+    assert draft.state.in_force is not None
+    reports = (state.quiesced[worker] for worker in draft.state.in_force.plan.workers if worker in state.quiesced)
+    draft.enter_stage(max((state.committed, *(report.committed for report in reports))))
     draft.state = replace(
         draft.state,
         phase=Phase.DECIDING,

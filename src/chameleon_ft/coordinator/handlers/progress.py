@@ -26,7 +26,8 @@ def committed(draft: Draft, worker: Worker, message: messages.Committed) -> None
     incidents.detect(draft, signals.OperationsTimed(message.times.longest_s, in_first_step=not worker.has_stepped))
     if not worker.has_stepped and message.generation == state.active_generation and not is_rest:
         draft.change_worker(worker, has_stepped=True)
-    if message.generation == state.generation and not is_rest and not message.vote.skipped:
+    is_measured = message.generation == state.generation and message.step >= state.active.first_step
+    if is_measured and not is_rest and not message.vote.skipped:
         draft.do(commands.MeasureOperations(worker.id, message.step, message.times))
     if message.step != state.committed:
         # Another worker has reported the step.
@@ -63,6 +64,7 @@ def committed(draft: Draft, worker: Worker, message: messages.Committed) -> None
     evaluations.committed(draft, message)
     if vote.switch and not vote.finish and message.step + 1 < state.settings.steps:
         switches.adopt(draft, message)
+    draft.enter_stage(draft.state.committed)
     if vote.checked and (placed := draft.state.placed) is not None:
         draft.state = replace(draft.state, health=draft.state.health.found_equal(message.step, placed.witnesses))
     checkpoints.committed(draft, message)

@@ -49,7 +49,7 @@ def record_decision(draft: Draft, record: Mapping[str, object]) -> None:
 
 def _proceed(draft: Draft) -> None:
     state = draft.state
-    plan, *following = state.switches.following
+    plan, *following = (each.at(state.committed) for each in state.switches.following)
     assert state.active is not None
     if plan.migration is None or not _only_moves_layers(plan, state.active):
         _prepare(draft)
@@ -120,9 +120,8 @@ def resume(draft: Draft) -> bool:
 
 
 def _prepare(draft: Draft) -> None:
-    spec = replace(
-        draft.state.switches.following[0], generation=draft.new_generation(), first_step=draft.state.committed + 1
-    )
+    following, committed = draft.state.switches.following[0], draft.state.committed
+    spec = replace(following.at(committed), generation=draft.new_generation(), first_step=committed + 1)
     upcoming = NextGeneration(
         spec=spec,
         unprepared=frozenset(spec.participants),
@@ -278,8 +277,11 @@ def adopt(draft: Draft, message: messages.Committed) -> None:
     if state.phase is not Phase.TRAINING or message.generation != state.generation:
         return
     assert before is not None
-    active, following = replace(upcoming.spec, first_step=message.step + 1), switches.following[1:]
+    first_step, following = message.step + 1, switches.following[1:]
+    active = replace(upcoming.spec.at(first_step), first_step=first_step)
     is_cancelled = active.policy == _CANCELLED
+    # It was chosen for a smaller batch.
+    is_outgrown = active.plan.micro_batches > upcoming.spec.plan.micro_batches
     migrate_s = max(0.0, upcoming.prepared_at - switches.migrating_at)
     migrated = switches.migrated.after(before.migration, migrate_s)
     # Orders would not reach all.
@@ -298,7 +300,7 @@ def adopt(draft: Draft, message: messages.Committed) -> None:
             stopped_at=now,
             decided_at=now,
             is_switch=True,
-            is_provisional=is_cancelled or is_cut_short,
+            is_provisional=is_cancelled or is_cut_short or is_outgrown,
             migrated=migrated,
         ),
     )

@@ -110,7 +110,7 @@ def schedule(run: RunDirectory) -> dict[str, Any] | None:
             damaged.append(str(error))
             continue
         if found:
-            return {**_compared(found[0]), "damaged": damaged}
+            return {**_compared(found[-1]), "damaged": damaged}
     if damaged:
         raise ConfigError(damaged[0])
     return None

@@ -237,7 +237,7 @@ class Committer:
 
     Attributes:
         committed: The number of steps applied; the next one is step `committed`.
-        contributions: How many contributions of micro-batches to layers a step has, over all workers.
+        contributions: Returns how many contributions of micro-batches to layers a step has, over all workers.
         state: The state of step `committed`, once it has begun.
         reduced: The gradient buffers hold the fully reduced gradient of step `committed`.
         last_vote: The vote of step ``committed - 1``, if this process has applied it.
@@ -251,7 +251,7 @@ class Committer:
     rank: RankContext
     held: HeldLayers
     buffers: GradientBuffers
-    contributions: int
+    contributions: Callable[[int], int]
     committed: int
     recent: RecentSteps = field(default_factory=lambda: RecentSteps(0.0))
     state: StepState | None = None
@@ -440,7 +440,7 @@ class Committer:
                 "instead of a generator of its own or the clock"
             )
         is_checked = check is not None and check.compare(others[len(bounds) :])
-        expected = 0 if step.is_skipped else self.contributions
+        expected = 0 if step.is_skipped else self.contributions(self.committed)
         if round(contributions) != expected:
             raise ControlError(
                 f"the gradients of step {self.committed} have {contributions:g} contributions of micro-batches to "
@@ -475,7 +475,7 @@ class Committer:
     def _require_equal(self, left_out: Collection[tuple[int, int]], batch: Batch, context: CommitContext) -> None:
         """Raise LeftOutError with the samples that any worker has left out, if there are some."""
         size = batch.micro_batch_size
-        rows = [divmod(number, size) for number in range(batch.samples)]
+        rows = [divmod(number, size) for number in range(batch.micro_batches_at(self.committed) * size)]
         voters, *found = self._sum([1.0, *(float(row in left_out) for row in rows)], context)
         _require_all(voters, context.members)
         if any(found):

@@ -83,7 +83,7 @@ class Evaluator:
     def __init__(self, rank: RankContext, config: RunConfig, source: SampleSource) -> None:
         self._rank = rank
         self._every = config.evaluation.every
-        self._routes = config.batch.micro_batches
+        self._batch = config.batch
         self._batches = EvaluationBatches(evaluated_samples(rank.job, config), config.batch.micro_batch_size)
         self._micro_batches = MicroBatches(EvaluationReads(source), rank.device, rank.job)
         self._asked = self._answered = 0
@@ -101,7 +101,7 @@ class Evaluator:
         Args:
             executor: that of training.
             state: of the evaluation, to be held until all workers have run theirs.
-            operations: those of the worker in a step.
+            operations: those of the worker in the step that follows.
             after: See `Executor.run`.
 
         Raises:
@@ -122,8 +122,9 @@ class Evaluator:
                 with noting(f"in the metric {name!r}"):
                     metrics[name] += weight * float(metric(output, targets))
 
-        program = forwards_of(operations, micro_batches=self._routes, count=self._batches.count)
-        self._micro_batches.expect(state.step, program, ())
+        routes = self._batch.micro_batches_at(state.step + 1)
+        program = forwards_of(operations, micro_batches=routes, count=self._batches.count)
+        self._micro_batches.expect(state.step, program, lambda step: ())
         evaluating = replace(executor, micro_batches=self._micro_batches)
         with executor.held.evaluating(), generators_kept(self._rank.device):
             stats = evaluating.evaluate(state, program, measure=measure, after=after)

@@ -94,8 +94,8 @@ Draw = tuple[int, int]
 class SampleSource(Protocol):
     """Reads the samples of micro-batches, on the host."""
 
-    def expect(self, step: int, wanted: Sequence[int], following: Sequence[int]) -> Sequence[int]:
-        """Learn which micro-batches of a step this rank will read, in order, and those of each step after it.
+    def expect(self, step: int, wanted: Sequence[int], following: Callable[[int], Sequence[int]]) -> Sequence[int]:
+        """Learn which micro-batches of a step this rank will read, in order, and what returns those of a later step.
 
         Return those of the step whose samples are there.
         """
@@ -132,7 +132,7 @@ class DatasetReads:
         self._collate = job.collate
         self._batch = batch
         self._order = order or sample_order(self._dataset, seed)
-        self._first_sample = first_sample or (lambda step: step * batch.samples)
+        self._first_sample = first_sample or batch.samples_before
         self._reading = reading
         self._is_tolerant = is_tolerant
 
@@ -148,7 +148,7 @@ class DatasetReads:
             is_tolerant=config.loading.on_error == "skip",
         )
 
-    def expect(self, step: int, wanted: Sequence[int], following: Sequence[int]) -> Sequence[int]:
+    def expect(self, step: int, wanted: Sequence[int], following: Callable[[int], Sequence[int]]) -> Sequence[int]:
         """See `SampleSource`."""
         return ()
 
@@ -196,7 +196,7 @@ class RunReads:
                 reading=reading,
             )
 
-    def expect(self, step: int, wanted: Sequence[int], following: Sequence[int]) -> Sequence[int]:
+    def expect(self, step: int, wanted: Sequence[int], following: Callable[[int], Sequence[int]]) -> Sequence[int]:
         """See `SampleSource`."""
         return ()
 
@@ -218,9 +218,9 @@ class EvaluationReads:
 
     source: SampleSource
 
-    def expect(self, step: int, wanted: Sequence[int], following: Sequence[int]) -> Sequence[int]:
+    def expect(self, step: int, wanted: Sequence[int], following: Callable[[int], Sequence[int]]) -> Sequence[int]:
         """See `SampleSource`."""
-        return self.source.expect(EVALUATION, wanted, ())
+        return self.source.expect(EVALUATION, wanted, following)
 
     def read(self, step: int, micro_batch: int) -> MicroBatch:
         """See `SampleSource`."""
@@ -268,13 +268,15 @@ class MicroBatches:
             self._left_out |= draws
             self._load.cache_clear()
 
-    def expect(self, step: int, operations: Iterable[Operation], following: Iterable[Operation]) -> None:
-        """Tell the source that a step is to run these operations, and each step after it the following ones.
+    def expect(
+        self, step: int, operations: Iterable[Operation], following: Callable[[int], Iterable[Operation]]
+    ) -> None:
+        """Tell the source that a step is to run these operations; `following` returns those of a later step.
 
         What the source has is taken over at once, because between operations the processor's caches have other things.
         """
         start = perf_counter()
-        there = self._source.expect(step, self._reads_of(operations), self._reads_of(following))
+        there = self._source.expect(step, self._reads_of(operations), lambda later: self._reads_of(following(later)))
         self.wait_s = perf_counter() - start
         for micro_batch in there[: KEPT_MICRO_BATCHES // 2]:
             self(step, micro_batch)
