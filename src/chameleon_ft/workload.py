@@ -36,6 +36,8 @@ class LayerCost:
         sample_bytes: bytes of the samples that a worker holds for a layer that reads inputs or targets.
         unmoved_bytes: the part of `param_bytes` that does not move with the layer: buffers that every worker creates,
             and parameters that it rounds from their masters.
+        reread_bytes: the part of `param_bytes` that snapshots and checkpoints leave out, because it is not trained, and
+            read from the job's files again.
         selective_bytes: the part of `activation_bytes` that selective recomputation keeps; None if it is not possible.
         selective_weight_grad_bytes: `weight_grad_bytes` with selective recomputation; None: as without it.
         selective_working_bytes: `working_bytes` with selective recomputation; None: those without it, and all that is
@@ -64,6 +66,7 @@ class LayerCost:
     fused_backward_s: float | None = None
     sample_bytes: int = 0
     unmoved_bytes: int = 0
+    reread_bytes: int = 0
     selective_bytes: int | None = None
     selective_weight_grad_bytes: int | None = None
     selective_working_bytes: int | None = None
@@ -222,6 +225,12 @@ class Workload:
                 raise ConfigError(f"layers {each.layers} are tied, but there are only {len(self.layers)} layers")
 
     @property
+    def first_trained(self) -> int:
+        """The first layer with a backward: those before it are not trained, and get no gradients."""
+        has_one = (number for number, layer in enumerate(self.layers) if layer.gradient_bytes or layer.min_backward_s)
+        return next(has_one, 0)
+
+    @property
     def layer_times_s(self) -> tuple[float, ...]:
         """Seconds of the forward and the whole backward of each layer, for one micro-batch."""
         return tuple(layer.total_s for layer in self.layers)
@@ -263,6 +272,10 @@ class Workload:
             for layer, divided in zip(self.layers, self.divided_bytes, strict=True)
         )
 
+    def is_recomputed(self, layer: int) -> bool:
+        """Return whether a backward runs a layer again that may be recomputed: not one without a backward."""
+        return is_recomputed(layer, len(self.layers)) and layer >= self.first_trained
+
     @property
     def samples(self) -> int:
         """Samples in the global batch."""
@@ -271,7 +284,7 @@ class Workload:
     def recomputed(self) -> Workload:
         """Return the workload with full recomputation on every worker; see `is_recomputed`."""
         layers = [
-            layer.recomputed(self.layers[number - 1].output_bytes) if is_recomputed(number, len(self.layers)) else layer
+            layer.recomputed(self.layers[number - 1].output_bytes) if self.is_recomputed(number) else layer
             for number, layer in enumerate(self.layers)
         ]
         return dataclasses.replace(self, layers=tuple(layers))
@@ -279,7 +292,7 @@ class Workload:
     def recomputed_selectively(self) -> Workload:
         """Return the workload with selective recomputation on every worker, of the layers that allow it."""
         layers = [
-            layer.recomputed_selectively() if is_recomputed(number, len(self.layers)) else layer
+            layer.recomputed_selectively() if self.is_recomputed(number) else layer
             for number, layer in enumerate(self.layers)
         ]
         return dataclasses.replace(self, layers=tuple(layers))

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
 from chameleon_ft.plan.rest import StepProgress
 from chameleon_ft.schedule import Operation, OperationKind
 from chameleon_ft.sync import gradient_segments
-from chameleon_ft.worker.communicators.base import CommunicationError, tag_of
+from chameleon_ft.worker.communicators.base import CommunicationError, InFlight, tag_of
 from chameleon_ft.worker.execution import reductions
 from tests.worker.interrupted import LAYERS, Cluster, Worker, plan_of_pairs
 from tests.worker.switchboard import Line, Switchboard
@@ -70,6 +72,29 @@ def test_whenever_a_step_is_interrupted_its_rest_completes_it(split: bool, recom
             cluster.lose(worker)
             cluster.run(cluster.rest())
             cluster.assert_is_the_whole_step()
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_stages_before_the_first_that_is_trained_get_no_gradients(split: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither in a step nor in its rest; workers 0 and 2 have these stages alone."""
+    plan, receivers, send = plan_of_pairs(split=split, recompute=True), set[int](), Line.send
+
+    def noted(self: Line, tensor: Tensor, *, peer: int, **options: Any) -> InFlight:
+        receivers.add(peer)
+        return send(self, tensor, peer=peer, **options)
+
+    monkeypatch.setattr(Line, "send", noted)
+    job = toy_job(LAYERS)
+    frozen = [lambda factory=factory: factory().requires_grad_(False) for factory in job.layers[:2]]
+    job = replace(job, layers=[*frozen, *job.layers[2:]])
+    for worker in plan.workers:
+        for count in range(0, len(Cluster(plan, tied=False).program[worker]) + 1, 2):
+            cluster = Cluster(plan, tied=False, job=job)
+            cluster.run(stop=(worker, count))
+            cluster.lose(worker)
+            cluster.run(cluster.rest())
+            cluster.assert_is_the_whole_step()
+    assert receivers == {1, 3, 4}
 
 
 @pytest.mark.parametrize(("split", "recompute", "tied"), VARIANTS)

@@ -36,7 +36,7 @@ from chameleon_ft.schedule.records import (
     components,
     records_of_routes,
 )
-from chameleon_ft.workload import Workload, is_recomputed
+from chameleon_ft.workload import Workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class CostModel:
         return [
             costs[layer].forward_s if layer in part.full else costs[layer].selective_s
             for layer in part or ()
-            if part is not None and is_recomputed(layer, len(costs))
+            if part is not None and self.workload.is_recomputed(layer)
         ]
 
     def pace(self, worker: int) -> float:

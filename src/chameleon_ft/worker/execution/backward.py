@@ -284,7 +284,7 @@ class SavedActivations:
 
         `gradients` are those of the tensors of the hop's output; [None] for the loss.
         """
-        is_top = True
+        is_top = self._operation.last
         while self._parts:
             part = self._parts.pop()
             with naming_layer(part.layers, part.ends):
@@ -298,7 +298,7 @@ class SavedActivations:
         inputs = leaves_of(self._parts[0].boundary)
         if not any(leaf.requires_grad for leaf in inputs):
             return [None] * len(inputs), partial(self.backward, gradients)
-        halves, is_top = self._sums, True
+        halves, is_top = self._sums, self._operation.last
         while self._parts:
             part = self._parts.pop()
             parameters = self._held.parameters(part.layers)
@@ -325,7 +325,7 @@ class SavedActivations:
         return mapped(lambda leaf: leaf.detach().requires_grad_(leaf.requires_grad), output)
 
     def _roots(self, part: _Part, gradients: Gradients, *, is_top: bool) -> Roots:
-        """Return the roots of the backward of a part, the output first. Below the top, it may have no gradient."""
+        """Return the roots of the backward of a part, the output first, if it has a gradient; the loss is the top."""
         output, auxiliary = part.output, part.auxiliary
         has_gradient = is_top or any(gradient is not None for gradient in gradients)
         if output is None:
@@ -338,7 +338,7 @@ class SavedActivations:
             return auxiliary
         roots = zip(leaves_of(output), gradients, strict=True)
         # The gradient of the loss is not given.
-        return [*(each for each in roots if each[1] is not None or len(gradients) == 1), *auxiliary]
+        return [*(each for each in roots if each[1] is not None or is_top), *auxiliary]
 
     def _auxiliary(self, side: SideOutputs) -> list[tuple[Tensor, Tensor | None]]:
         terms = self._terms() if side.has_own_terms else 0.0

@@ -260,7 +260,7 @@ class _StepExecution:
         self._answered = {
             (True, o.micro_batch, o.layers.stop - 1)
             for o in operations
-            if o.kind in _BACKWARDS and o.receive_from is not None
+            if o.kind in _BACKWARDS and o.receive_from is not None and self._returned(o.layers.stop - 1)
         } - {(True, micro_batch, layer - 1) for micro_batch, layer in resent_gradients}
         self._receive_of_index: dict[int, tuple[InFlight, list[Tensor]]] = {}
         self._tag_of = partial(tag_of, num_layers=len(executor.rank.boundaries), is_rest=is_rest)
@@ -329,14 +329,23 @@ class _StepExecution:
             for spec, tensor in zip(self._sent_over(boundary, forward=forward), tensors, strict=True):
                 spec.require(tensor, layer=boundary, gradient=not forward)
             self._sent.send(result, [tensor.contiguous() for tensor in tensors], receiver=operation.send_to)
-            self._stats.note_sent(operation.send_to, forward=forward)
+            if tensors:
+                self._stats.note_sent(operation.send_to, forward=forward)
         elif result in self._used_here:
             self._state.results[result] = tensors
 
     def _sent_over(self, layer: int, *, forward: bool) -> Sequence[BoundarySpec]:
         """Return the tensors that are sent over the boundary behind a layer, one by one."""
         spec = self._executor.rank.boundaries[layer]
-        return spec.leaves if forward else [spec.leaves[number] for number in spec.returned]
+        return spec.leaves if forward else [spec.leaves[number] for number in self._returned(layer)]
+
+    def _returned(self, layer: int) -> Sequence[int]:
+        """Return the numbers of the tensors behind a layer whose gradients come back; none if it ends no trained part.
+
+        Then no message is sent, and the backward before it is an operation without work, which waits for nothing.
+        """
+        is_needed = layer >= self._executor.held.first_trained
+        return self._executor.rank.boundaries[layer].returned if is_needed else ()
 
     def _examine(
         self,
@@ -369,6 +378,8 @@ class _StepExecution:
         if operation.receive_from is None:
             return self._state.results.pop(_input_of(operation), None)
         receive, tensors = self._receive_of_index.pop(index)
+        if not tensors:
+            return tensors
         doing = f"the input of {_describe(operation)} from worker {operation.receive_from}"
         with self._executor.rank.activity.waiting(doing, for_message=True, peer=operation.receive_from):
             since_s = perf_counter()
@@ -411,9 +422,9 @@ class _StepExecution:
                     state.deferred[hop] = weight_half
         if operation.first:
             return None
-        # The hop before needs gradients even of layers that do not depend on their input.
+        # The hop before gets gradients even of layers that do not depend on their input.
         spec, made = executor.rank.boundaries[operation.layers.start - 1], list[Tensor]()
-        for number in spec.returned:
+        for number in self._returned(operation.layers.start - 1):
             gradient = gradients[number]
             made.append(self._made(torch.zeros, spec.leaves[number]) if gradient is None else gradient)
         return made
@@ -424,7 +435,7 @@ class _StepExecution:
             return [None]
         spec = self._executor.rank.boundaries[operation.layers.stop - 1]
         found: list[Tensor | None] = [None] * len(spec.leaves)
-        for number, gradient in zip(spec.returned, message, strict=True):
+        for number, gradient in zip(self._returned(operation.layers.stop - 1), message, strict=True):
             found[number] = gradient
         return found
 

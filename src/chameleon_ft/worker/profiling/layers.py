@@ -25,6 +25,7 @@ from chameleon_ft.config import RunConfig
 from chameleon_ft.cost.profile import LayerTimes, Spread
 from chameleon_ft.data.samples import SamplesInOrder
 from chameleon_ft.job import Job
+from chameleon_ft.models.build import gradient_bytes
 from chameleon_ft.models.checks import boundary_specs
 from chameleon_ft.models.fields import with_fields
 from chameleon_ft.models.precision import loss_of
@@ -114,6 +115,7 @@ class ModelOnDevice:
 
     Attributes:
         boundaries: the output of each layer for one micro-batch.
+        first_trained: The first layer with parameters that are trained, which has the last part of a backward.
         samples: inputs and targets of the micro-batch.
     """
 
@@ -123,6 +125,7 @@ class ModelOnDevice:
         self._size = size
         self.job = with_fields(job, *self._samples.micro_batch(0, size))
         self.boundaries = boundary_specs(self.job, size, device=device, seed=config.seed)
+        self.first_trained = next((layer for layer, size in enumerate(gradient_bytes(job)) if size), 0)
         self.seed = config.seed
         self.device = device
         self.samples = self.read()
@@ -155,14 +158,16 @@ class ModelOnDevice:
             leaf = stand_in(spec, self.device)
             if alike and leaf.ndim:
                 leaf = leaf.flatten()[: leaf.shape[-1]].expand_as(leaf).clone()
-            leaves.append(leaf.requires_grad_(spec.has_gradient))
+            leaves.append(leaf.requires_grad_(spec.has_gradient and layer > self.first_trained))
         return self.boundaries[layer - 1].unflatten(leaves)
 
     def gradients_after(self, layer: int) -> list[Tensor | None]:
         """Return gradients of the tensors of the output of `layer`; None for the loss."""
         if layer == self.num_layers - 1:
             return [None]
-        return [stand_in(spec, self.device) if spec.has_gradient else None for spec in self.boundaries[layer].leaves]
+        leaves = self.boundaries[layer].leaves if layer >= self.first_trained else ()
+        found = [stand_in(spec, self.device) if spec.has_gradient else None for spec in leaves]
+        return found or [None] * len(self.boundaries[layer].leaves)
 
     def boundary_bytes(self, layer: int) -> int:
         """Return the bytes that cross behind `layer`; none before the first and behind the last."""
@@ -319,16 +324,23 @@ def measure_layers(model: ModelOnDevice, *, repeats: int, progress: Callable[[st
         sizes.append(sized)
         times.append(_times(resident, repeats, selective=sized.selective_bytes is not None))
     # No operation takes less than its fixed part, but on a busy machine a difference of times may say so.
-    overhead_s = min(overhead_s, *(min(each.forward.median_s, each.backward.median_s) for each in times))
-    costs = tuple(_timed(*each, overhead_s) for each in zip(sizes, times, strict=True))
+    backwards = [each.backward.median_s for each in times[model.first_trained :]]
+    overhead_s = min(overhead_s, *(each.forward.median_s for each in times), *backwards)
+    costs = tuple(
+        _timed(sized, each, overhead_s, has_backward=number >= model.first_trained)
+        for number, (sized, each) in enumerate(zip(sizes, times, strict=True))
+    )
     return MeasuredLayers(costs, tuple(times), overhead_s)
 
 
-def _timed(sized: LayerCost, measured: LayerTimes, overhead_s: float) -> LayerCost:
+def _timed(sized: LayerCost, measured: LayerTimes, overhead_s: float, *, has_backward: bool) -> LayerCost:
     """Return the layer with its seconds beside the fixed ones of an operation."""
+    forward_s = max(0.0, measured.forward.median_s - overhead_s)
+    if not has_backward:
+        return replace(sized, forward_s=forward_s)
     return replace(
         sized,
-        forward_s=max(0.0, measured.forward.median_s - overhead_s),
+        forward_s=forward_s,
         input_grad_s=max(0.0, measured.input_grad.median_s - overhead_s),
         weight_grad_s=max(0.0, measured.weight_grad.median_s - overhead_s),
         fused_backward_s=max(0.0, measured.backward.median_s - overhead_s),
