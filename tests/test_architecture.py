@@ -72,7 +72,7 @@ MAY_IMPORT = {
     "launch": {*PURE, *RECORDS, "protocol", "report", "host", "coordinator", "worker"},
     "session": {
         *PURE,
-        *JOBS - {"keys", "optim", "models", "side_outputs", "trees"},
+        *JOBS - {"keys", "optim", "side_outputs", "trees"},
         *RECORDS,
         "protocol",
         "report",

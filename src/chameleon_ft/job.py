@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import json
 import math
 import re
 import sys
@@ -436,6 +437,53 @@ class Job:
         tensors = {**dict(module.named_parameters()), **module.state_dict(keep_vars=True)}
         named = ((self.stored_as(layer, name), tensor) for name, tensor in tensors.items())
         weights.read((stored, tensor) for stored, tensor in named if stored is not None and weights.is_read(stored))
+
+    def frozen_in(self, layer: int, module: nn.Module) -> str:
+        """Describe the parameters of a layer that are not trained, and that `read_frozen` reads from the job's files.
+
+        Empty if there are none.
+        """
+        frozen = {
+            name: [str(each.dtype).removeprefix("torch."), list(each.shape)]
+            for name, each in module.named_parameters()
+            if not each.requires_grad and self._is_read(self.stored_as(layer, name))
+        }
+        if not frozen or self.weights is None:
+            return ""
+        return json.dumps({"files": self.weights.fingerprint(), "parameters": frozen})
+
+    def read_frozen(self, layer: int, described: str) -> dict[str, torch.Tensor]:
+        """Read the parameters of a layer that `frozen_in` described, by name; none if that is empty.
+
+        Raises ConfigError if they cannot be read, or the files are others now.
+        """
+        if not described:
+            return {}
+        import torch
+
+        content = json.loads(described)
+        weights = self.weights
+        if weights is None or weights.path is None or weights.fingerprint() != content["files"]:
+            now = "has none now" if weights is None or weights.path is None else f"has others now, {weights.path}"
+            raise ConfigError(
+                f"the frozen parameters of layer {layer} are in the files of weights that the run was begun with, and "
+                f"the job {now}; give it the files of before"
+            )
+        found = {
+            name: torch.empty(shape, dtype=getattr(torch, dtype))
+            for name, (dtype, shape) in content["parameters"].items()
+        }
+        stored = {name: self.stored_as(layer, name) for name in found}
+        if lacking := [name for name, each in stored.items() if not self._is_read(each)]:
+            raise ConfigError(
+                f"`weights` has no name in its files for the frozen parameter {lacking[0]!r} of layer {layer}, which "
+                "it had when the run began; give it the names of before"
+            )
+        weights.read((each, found[name]) for name, each in stored.items() if each is not None)
+        return found
+
+    def _is_read(self, stored: StoredName | None) -> bool:
+        return stored is not None and self.weights is not None and self.weights.is_read(stored)
 
     def keywords(self, layer: int) -> Sequence[str]:
         """Return the fields of a micro-batch that a layer gets by keyword."""

@@ -12,6 +12,8 @@ Fact: TypeAlias = "str | int | float | Sequence[str | int | float] | None"
 
 ACCEPTABLE: Final = ("data", "layers")
 """Topics whose changes end a resume unless they are accepted. Changes of others are only said."""
+FROZEN_FILES: Final = "files of frozen parameters"
+"""The setting with the fingerprint of the files that have what checkpoints leave out."""
 _ROUNDING: Final = {"data": 1e-6, "outputs": 1e-3}
 _COARSE: Final = 5e-2
 """Of outputs in 16 bits."""

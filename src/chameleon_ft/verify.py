@@ -14,7 +14,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, Final
 
 import torch
@@ -37,6 +37,7 @@ from chameleon_ft.storage.checkpoints import is_complete, layer_part, read_mark,
 from chameleon_ft.storage.files import RunDirectory
 from chameleon_ft.storage.stores import Storage, checkpoint_storage
 from chameleon_ft.trees import mapped
+from chameleon_ft.weights import FROZEN
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _SLICE = re.compile(r"(?P<name>.*)\[(?P<first>\d+):\d+\]")
@@ -326,7 +327,7 @@ class UsersLoop:
             found = "no checkpoint" if newest is None else f"its newest checkpoint is that of step {newest}"
             self.weights_left_out = f"the run has {step} steps, and {found}"
             return
-        stored = stored_weights(checkpoints, step)
+        stored = stored_weights(self._run.config(), checkpoints, step)
         self.weights = self._weight_comparison(step, weights, stored)
 
     def _weight_comparison(
@@ -425,7 +426,7 @@ class PlainLoop:
         options = self._optimizer.defaults
         on_host = None if options.get("fused") or options.get("capturable") else "step"  # as torch has the counter
         for number, layer in enumerate(self._layers):
-            module, optimizer, has_more = _stored_layer(checkpoints, step, number)
+            module, optimizer, has_more = _stored_layer(lambda: self._job, checkpoints, step, number)
             if has_more:
                 raise ConfigError(
                     f"{checkpoints.place(layer_part(step, number))}: the optimizer keeps more than the state of "
@@ -619,16 +620,17 @@ def _cast_to(dtype: torch.dtype, value: Any) -> Any:
     return mapped(lambda tensor: tensor.to(dtype) if tensor.dtype in _FLOATS else tensor, value)
 
 
-def stored_weights(checkpoints: Storage, step: int, average: str = "") -> dict[str, torch.Tensor]:
+def stored_weights(config: RunConfig, checkpoints: Storage, step: int, average: str = "") -> dict[str, torch.Tensor]:
     """Return the parameters, or their masters, and buffers of a checkpoint, by the names of `nn.Sequential(*layers)`.
 
-    `average` names what the optimizer keeps of each parameter to return instead. Raises ConfigError if they cannot be
-    read, or no parameter has that.
+    The job of `config` is loaded if some are in its files of weights alone. `average` names what the optimizer keeps of
+    each parameter to return instead. Raises ConfigError if they cannot be read, or no parameter has that.
     """
+    job = cache(partial(load_job, config.job, config))
     found = dict[str, torch.Tensor]()
     kept = set[str]()
     for layer in range(read_mark(checkpoints, step)["layers"]):
-        module, optimizer, _ = _stored_layer(checkpoints, step, layer)
+        module, optimizer, _ = _stored_layer(job, checkpoints, step, layer)
         kept.update(*optimizer.values())
         averages = {name: own[average] for name, own in optimizer.items() if average in own}
         found |= {f"{layer}.{name}": averages.get(name, value) for name, value in module.items()}
@@ -641,16 +643,17 @@ def stored_weights(checkpoints: Storage, step: int, average: str = "") -> dict[s
 
 
 def _stored_layer(
-    checkpoints: Storage, step: int, layer: int
+    job: Callable[[], Job], checkpoints: Storage, step: int, layer: int
 ) -> tuple[dict[str, Any], dict[str, dict[str, Any]], bool]:
     """Return parameters, or their masters, and buffers of a layer by name, and the optimizer's state by parameter.
 
     Also returns whether the optimizer keeps anything else. Raises ConfigError if they cannot be read.
     """
-    module = dict[str, Any]()
+    whole = _read(checkpoints, layer_part(step, layer))
+    frozen = whole.get(FROZEN, "")
+    module: dict[str, Any] = {**job().read_frozen(layer, frozen)} if frozen else {}
     # The slices of a parameter by their first elements, for each key of the optimizer, which is empty for a master.
     pieces = dict[tuple[str, str], dict[int, Any]]()
-    whole = _read(checkpoints, layer_part(step, layer))
     slices = read_mark(checkpoints, step).get("slices", ())
     parts = (_read(checkpoints, slice_part(step, *place)) for place in slices if place[0] == layer)
     for entries in (whole, *parts):

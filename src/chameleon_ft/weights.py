@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import lru_cache
+from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -25,6 +27,9 @@ INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"
 ADAPTERS: Final = "base_model.model."
 """The beginning of the names that peft gives to parameters of adapters."""
+FROZEN: Final = "frozen"
+"""In the state of a layer: what `Job.frozen_in` says of parameters that are in the job's files, and maybe not in the
+state. Snapshots and checkpoints do not have them."""
 TYPES: Final = {
     "F64": "float64",
     "F32": "float32",
@@ -39,6 +44,9 @@ TYPES: Final = {
 }
 """The types of the format that can be read, to those of torch."""
 _CHUNK_BYTES: Final = 1 << 23
+# Of a fingerprint: the bytes of a tensor that count, and how many tensors at least, if there are so many.
+_SAMPLE_BYTES: Final = 4096
+_SAMPLED: Final = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +102,18 @@ class Weights:
         return self.path is not None and not any(
             fnmatchcase(name, pattern) for name in names_of(stored) for pattern in self.initialized
         )
+
+    def fingerprint(self) -> str:
+        """Return a digest of the names, shapes and types of the files' tensors, and of some bytes of each.
+
+        Of very many tensors only some count. Raises ConfigError if a file cannot be read.
+        """
+        assert self.path is not None
+        try:
+            found = {file: file.stat() for file in sorted(set(files_of(Path(self.path)).values()))}
+        except OSError as error:
+            raise ConfigError(f"weights {self.path}: cannot be read ({error})") from None
+        return _fingerprint(tuple((file, each.st_size, each.st_mtime_ns) for file, each in found.items()))
 
     def read(self, tensors: Iterable[tuple[StoredName, Tensor]]) -> None:
         """Read tensors of the files into others, cast to the types of those.
@@ -158,6 +178,26 @@ def _fill(file: Any, position: int, buffer: Any) -> int:
             raise OSError(f"it ends after {position + done:,} bytes")
         done += count
     return done
+
+
+@lru_cache(maxsize=4)
+def _fingerprint(files: tuple[tuple[Path, int, int], ...]) -> str:
+    """Return a digest of files of these sizes and times of change, in whichever of them a tensor is."""
+    found = sorted((name, each) for file, *_ in files for name, each in header_of(file).items())
+    digest = blake2b(repr([(name, each.shape, each.kind) for name, each in found]).encode(), digest_size=16)
+    for _, each in found[:: max(1, len(found) // _SAMPLED)]:
+        size = min(_SAMPLE_BYTES, each.stop - each.start)
+        try:
+            with each.file.open("rb", buffering=0) as opened:
+                digest.update(os.pread(opened.fileno(), size, (each.start + each.stop - size) // 2))
+        except OSError as error:
+            raise ConfigError(f"weights {each.file}: cannot be read ({error})") from None
+    return digest.hexdigest()
+
+
+def frozen_names(described: str) -> Collection[str]:
+    """Return the names of the parameters that `Job.frozen_in` describes."""
+    return json.loads(described)["parameters"].keys() if described else ()
 
 
 def names_of(stored: StoredName) -> tuple[str, ...]:

@@ -31,6 +31,12 @@ def test_copies_take_as_much_as_what_they_are_of() -> None:
     assert total(1) == (18 * 800, 18 * 800)
 
 
+def test_parameters_that_are_read_again_take_nothing() -> None:
+    layers = [replace(layer, reread_bytes=5 * layer.param_bytes // 6) for layer in LAYERS]
+    memory = snapshot_memory(lay_out_snapshot(PLACEMENT, HOSTS), Workload(tuple(layers), 4, 1))
+    assert sum(each.own_bytes for each in memory.values()) == 13 * 800
+
+
 def test_parity_takes_the_largest_part_of_each_group() -> None:
     own, backups = total(3)
     assert own == 18 * 800

@@ -6,9 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from chameleon_ft import Session, load_checkpoint
 from chameleon_ft.errors import CheckpointError, ConfigError
+from chameleon_ft.session.export import export_weights
+from chameleon_ft.storage.files import RunDirectory
+from chameleon_ft.weights import SINGLE
 from tests.golden import refused
 from tests.session.test_debugging import CHANGES, job_in
 
@@ -34,6 +38,9 @@ def test_weights_of_a_step_and_training_from_it(tmp_path: Path, precision: str) 
     assert not torch.equal(found["2.bias"], newest["2.bias"])
     averages = load_checkpoint(out, average="ema")
     assert averages.keys() == newest.keys()
+    export_weights(RunDirectory.open(out), tmp_path / "averages", average="ema")
+    exported = load_file(tmp_path / "averages" / SINGLE)
+    assert all(torch.equal(exported[f"layers.{name}"], value) for name, value in averages.items())
     # It begins at the first update, and stays behind.
     moved = {name: torch.dist(newest[name], found[name]) for name in newest}
     assert all(0 < torch.dist(averages[name], newest[name]) < 3 * moved[name] for name in averages)

@@ -19,8 +19,6 @@ from chameleon_ft.job import Job, load_job
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
 from chameleon_ft.schedule import OperationKind, best_program, forwards_of
 from chameleon_ft.storage.checkpoints import named_step
-from chameleon_ft.storage.stores import checkpoint_storage
-from chameleon_ft.verify import stored_weights
 from chameleon_ft.worker.execution.evaluation import EvaluationBatches
 from chameleon_ft.worker.inspection import inspect_job
 from tests.harness import PATIENT, Ended, fails, train_here
@@ -115,7 +113,7 @@ def plain(ended: Ended, step: int) -> tuple[float, float, float]:
     config = ended.run.config()
     job = load_job(config.job, config)
     model = nn.Sequential(*(factory() for factory in job.layers))
-    model.load_state_dict(stored_weights(checkpoint_storage(config, ended.run), step + 1))
+    model.load_state_dict(load_checkpoint(ended.run.path, step + 1))
     model.eval().double()
     loss = right = terms = 0.0
     assert job.evaluation is not None
@@ -151,14 +149,13 @@ def test_evaluations_are_those_of_a_plain_loop_and_training_does_not_depend_on_t
     evaluated = train_here(config_of(tmp_path / "three", evaluation=Evaluation(every=1), **until), tmp_path / "three")
     assert [each.loss for each in without.run.steps()] == [each.loss for each in evaluated.run.steps()]
     assert sorted(evaluations(evaluated)) == [0, 1, 2, 3]
-    storages = [checkpoint_storage(each.run.config(), each.run) for each in (without, evaluated)]
-    one, other = (stored_weights(storage, 4) for storage in storages)
+    one, other = (load_checkpoint(each.run.path, 4) for each in (without, evaluated))
     assert all(torch.equal(one[name], other[name]) for name in one)
     # One is left out where that before it is still being written.
     written = [event["step"] for event in evaluated.events("checkpoint")]
     accuracy_of = {step: evaluations(evaluated)[step - 1].metrics["accuracy"] or 0.0 for step in written}
     best = max(sorted(accuracy_of), key=lambda step: accuracy_of[step])
-    assert named_step(storages[1], "best", criterion="max accuracy") == best
+    assert named_step(evaluated.run.checkpoints, "best", criterion="max accuracy") == best
     assert load_checkpoint(evaluated.run.path, "best").keys() == one.keys()
 
 

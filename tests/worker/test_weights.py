@@ -16,12 +16,15 @@ from torch.nn import functional
 
 from chameleon_ft import ConfigError, Job, load_checkpoint
 from chameleon_ft.cli import main
-from chameleon_ft.config import Batch, Checkpoint, Failure, LlamaConfig, Parallel, Recovery, RunConfig
+from chameleon_ft.config import Batch, Checkpoint, Failure, LlamaConfig, Parallel, Recovery, RunConfig, Snapshots
+from chameleon_ft.errors import CheckpointError
+from chameleon_ft.models.build import tensor_bytes
 from chameleon_ft.models.llama import llama_layers, llama_weights, next_token_loss, tied_parameters
 from chameleon_ft.session.export import STATE_DICT, export_weights
-from chameleon_ft.weights import INDEX
+from chameleon_ft.weights import INDEX, SINGLE
+from chameleon_ft.worker.checkpoint import read_layer
 from tests.golden import refused
-from tests.harness import PATIENT, Ended, assert_as_the_plain_loop, fails, train_here
+from tests.harness import PATIENT, Ended, assert_as_the_plain_loop, fails, resume_here, train_here
 from tests.models.transformers_llama import names_of, transformers_llama
 
 MODEL = LlamaConfig(
@@ -54,9 +57,10 @@ def job(weights: str = "") -> Job:
 
 
 def adapted_job(weights: str = "") -> Job:
-    """The job with adapters, of which the last and the first layer have none."""
+    """The job with adapters in the last block alone, so that the first stage has nothing to train."""
     made = replace(job(weights), optimizer=partial(torch.optim.AdamW, lr=0.05))
-    return made.with_adapters(LoraConfig(r=2, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"]))
+    targets = ["q_proj", "v_proj", "down_proj"]
+    return made.with_adapters(LoraConfig(r=2, lora_alpha=8, target_modules=targets, layers_to_transform=[2]))
 
 
 def train(
@@ -67,6 +71,7 @@ def train(
     function: str = "job",
     precision: Literal["fp32", "bf16"] = "bf16",
     failures: tuple[Failure, ...] = (),
+    every: int = 3,
     **changes: Any,
 ) -> Ended:
     config = RunConfig(
@@ -77,7 +82,7 @@ def train(
         batch=Batch(micro_batches=4, micro_batch_size=2),
         steps=steps,
         precision=precision,
-        checkpoint=Checkpoint(every=3, keep=3),
+        checkpoint=Checkpoint(every=every, keep=3),
         recovery=Recovery(policy="reroute"),
         timeouts=PATIENT,
         failures=failures,
@@ -128,7 +133,7 @@ def test_weights_come_from_transformers_and_go_back_as_they_were_trained(tmp_pat
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft uses it
 @pytest.mark.multiprocess
 def test_adapters_alone_are_trained_and_peft_reads_them(tmp_path: Path) -> None:
-    """Through the loss of a worker, with stages that have nothing to train."""
+    """Through the loss of all holders of a stage, and a resume: what is not trained is read from the files again."""
     transformers_llama(MODEL).save_pretrained(tmp_path / "model")
     ended = train(
         tmp_path / "model",
@@ -136,11 +141,20 @@ def test_adapters_alone_are_trained_and_peft_reads_them(tmp_path: Path) -> None:
         steps=5,
         function="adapted_job",
         precision="fp32",
-        failures=(fails(1, step=2),),
+        failures=(fails(1, step=2), fails(3, step=4, phase="sync")),
+        every=5,
+        snapshots=Snapshots(every=2),
     )
-    assert ended.lost == {1}
+    assert ended.lost == {1, 3}
+    assert ended.failures[-1].policy == "snapshot"
     assert_as_the_plain_loop(ended)
-    assert main(["export", str(ended.run.path), "--to", str(tmp_path / "lora"), "--step", "3", "--adapters"]) == 0
+    saved = sum(tensor_bytes(read_layer(ended.run.checkpoints, 5, layer)) for layer in range(5))
+    assert 0 < saved < 0.3 * (tmp_path / "model" / SINGLE).stat().st_size
+    ended = resume_here(ended, steps=8, failures=(fails(2, step=6, phase="backward"),))
+    assert ended.code == 0
+    assert 2 in ended.lost
+    assert_as_the_plain_loop(ended)
+    assert main(["export", str(ended.run.path), "--to", str(tmp_path / "lora"), "--step", "5", "--adapters"]) == 0
 
     from transformers import LlamaForCausalLM
 
@@ -148,6 +162,20 @@ def test_adapters_alone_are_trained_and_peft_reads_them(tmp_path: Path) -> None:
     ids, targets = Same()[0]
     loss = functional.cross_entropy(model(ids[None]).logits[0], targets)
     losses = {each.step: each.loss for each in ended.run.steps()}
-    assert losses[0] > losses[3] == pytest.approx(loss.item(), rel=1e-5)
+    assert losses[0] > losses[5] == pytest.approx(loss.item(), rel=1e-5)
     with refused(ConfigError):
         export_weights(ended.run, tmp_path / "merged")
+    assert main(["export", str(ended.run.path), "--to", str(tmp_path / "merged"), "--step", "5", "--merge"]) == 0
+    merged = LlamaForCausalLM.from_pretrained(tmp_path / "merged")
+    assert functional.cross_entropy(merged(ids[None]).logits[0], targets).item() == pytest.approx(loss.item(), rel=1e-5)
+    base = model.get_base_model().state_dict()
+    trained = load_checkpoint(ended.run.path, 5)
+    assert torch.equal(trained["1.attention.query.weight"], base["model.layers.0.self_attn.q_proj.weight"])
+
+    other = transformers_llama(MODEL)
+    torch.nn.init.zeros_(other.model.layers[0].mlp.up_proj.weight)
+    other.save_pretrained(tmp_path / "model")
+    with refused(CheckpointError):
+        resume_here(ended, steps=9)
+    with refused(ConfigError):
+        load_checkpoint(ended.run.path)

@@ -14,7 +14,7 @@ from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.plan.shards import UNITS, Sharding, shard_optimizer
 from chameleon_ft.plan.snapshots import Part, SnapshotLayout, lay_out_snapshot
 from chameleon_ft.quantities import data_size
-from chameleon_ft.workload import Workload
+from chameleon_ft.workload import LayerCost, Workload
 
 SNAPSHOT_SHARE: Final = 0.5
 """Share of a host's available memory that snapshots take at most, unless their interval is configured."""
@@ -117,7 +117,7 @@ def snapshots_fit(placement: Placement, workload: Workload, hosts: Mapping[int, 
     if rule.at_any_size or not rule.host_memory:
         return True
     pairs = zip(workload.moving_layers, workload.divided_bytes, strict=True)
-    whole = [state_bytes(layer) + divided for layer, divided in pairs]
+    whole = [_kept_bytes(layer) + divided for layer, divided in pairs]
     most = dict.fromkeys(set(hosts.values()), sum(whole))
     for worker in placement.workers:
         most[hosts[worker]] += sum(whole[layer] for layer in placement.layers_of(worker))
@@ -130,16 +130,21 @@ def _room_bytes(host: str, rule: SnapshotRule) -> float:
     return SNAPSHOT_SHARE * rule.host_memory.get(host, math.inf)
 
 
+def _kept_bytes(layer: LayerCost) -> int:
+    """Return the bytes that a snapshot has of what moves with a layer."""
+    return state_bytes(layer) - layer.reread_bytes
+
+
 def expected_snapshot_s(workload: Workload, cluster: Cluster) -> float:
     """Return the seconds in which copies of all state reach other workers, to each as many bytes."""
-    total = sum(map(state_bytes, workload.moving_layers)) + sum(workload.divided_bytes)
+    total = sum(map(_kept_bytes, workload.moving_layers)) + sum(workload.divided_bytes)
     link = cluster.inter_host if len(cluster.host_sizes) > 1 else cluster.intra_host
     return link.message_s(total / len(cluster.workers))
 
 
 def part_bytes(workload: Workload) -> Callable[[Part], int]:
     """Return a function that gives the bytes of a part."""
-    whole, divided = [state_bytes(layer) for layer in workload.moving_layers], workload.divided_bytes
+    whole, divided = [_kept_bytes(layer) for layer in workload.moving_layers], workload.divided_bytes
 
     def bytes_of(part: Part) -> int:
         return divided[part.layer] * (part.stop - part.start) // UNITS if part.stop else whole[part.layer]

@@ -13,7 +13,7 @@ from typing import Final, Self
 from chameleon_ft.config import RunConfig
 from chameleon_ft.cost.profile import Profile
 from chameleon_ft.errors import CheckpointError, ConfigError
-from chameleon_ft.job_record import ACCEPTABLE, JobRecord
+from chameleon_ft.job_record import ACCEPTABLE, FROZEN_FILES, JobRecord
 from chameleon_ft.plan import Plan
 from chameleon_ft.protocol.address import address_of_host, generate_certificates, join_address
 from chameleon_ft.protocol.job_info import JobInfo
@@ -96,7 +96,8 @@ def _accepted_changes(run: RunDirectory, job: JobInfo, config: RunConfig) -> tup
     if step is None:
         return ()
     mark = read_mark(checkpoints, step)
-    changes = JobRecord.from_json(mark.get("job", {})).changes_to(job.record)
+    before = JobRecord.from_json(mark.get("job", {}))
+    changes = before.changes_to(job.record)
     expected = job.fingerprint
     if config.forked.run and step == config.forked.step:
         expected = job.fingerprint_with(config.forked.micro_batch_size, instead_of=config.batch.micro_batch_size)
@@ -114,9 +115,16 @@ def _accepted_changes(run: RunDirectory, job: JobInfo, config: RunConfig) -> tup
             f"{said} was written with other {' and '.join(topics)}: {named}; undo the change, or continue with it by "
             f"--accept-changes {' '.join(topics)}"
         )
+    files, files_now = (record.settings.get(FROZEN_FILES) for record in (before, job.record))
+    if files and files != files_now:
+        raise CheckpointError(
+            f"{said} has no frozen parameters, which are in the files of the job's `weights`: these "
+            f"{'are others now' if files_now else 'are not read for them now'}; give the job the files and the frozen "
+            "parameters of before, or begin a new run"
+        )
     kept, needed = (
         frozenset(filter(None, str(record.settings.get("state of the optimizer", "")).split(", ")))
-        for record in (JobRecord.from_json(mark.get("job", {})), job.record)
+        for record in (before, job.record)
     )
     if kept and needed - kept:
         raise CheckpointError(

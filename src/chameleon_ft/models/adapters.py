@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from torch import nn
+from torch import Tensor, nn
 
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.job import Job
@@ -81,6 +81,21 @@ def with_adapters(job: Job, config: Any) -> Job:
             save_adapters=partial(_save_config, config, source.path),
         ),
     )
+
+
+def merge_adapters(job: Job, layer: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the parameters and buffers of a layer, by name, with its adapters merged into the modules they are on."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    module = build_on_meta(job, layer)
+    # Copies, in a type that has room for the sum.
+    module.load_state_dict(
+        {name: each.float() if each.is_floating_point() else each for name, each in tensors.items()}, assign=True
+    )
+    for part in module.modules():
+        if isinstance(part, BaseTunerLayer):
+            part.merge()
+    return {name: each.detach() for name, each in module.state_dict().items() if name in tensors}
 
 
 def _places(job: Job, layer: int, module: nn.Module) -> dict[str, str]:

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.keys import generator_lock, init_key, step_key
 from chameleon_ft.models.precision import cast_layer
+from chameleon_ft.weights import frozen_names
 
 if TYPE_CHECKING:
     from chameleon_ft.job import Job
@@ -299,6 +300,19 @@ def param_bytes(job: Job) -> tuple[int, ...]:
 def gradient_bytes(job: Job) -> tuple[int, ...]:
     """Return the bytes of each layer's gradients, first layer to last. Raises as `param_bytes`."""
     return measure_layers(job, lambda layer, module, masters: sum(map(_gradient_bytes, module.parameters())))
+
+
+def frozen_bytes(job: Job) -> tuple[int, ...]:
+    """Return the bytes of each layer's parameters that are read again and not kept, as `Job.frozen_in` says.
+
+    Raises as `param_bytes`, or ConfigError if the job's files cannot be read.
+    """
+    found = []
+    for layer in range(job.num_layers):
+        module, _ = _cast_on_meta(job, layer)
+        names = frozen_names(job.frozen_in(layer, module))
+        found.append(sum(module.get_parameter(name).nbytes for name in names))
+    return tuple(found)
 
 
 def tied_bytes(job: Job) -> dict[tuple[int, ...], int]:

@@ -15,8 +15,8 @@ import torch
 import chameleon_ft
 from chameleon_ft.config import RunConfig
 from chameleon_ft.job import Job
-from chameleon_ft.job_record import Fact, JobRecord
-from chameleon_ft.models.build import build_on_meta
+from chameleon_ft.job_record import FROZEN_FILES, Fact, JobRecord
+from chameleon_ft.models.build import build_on_meta, frozen_bytes
 from chameleon_ft.models.optimizer import ModelOptimizer, names_of_state
 
 # Steps whose rates are recorded.
@@ -87,6 +87,8 @@ def _settings(job: Job, config: RunConfig) -> dict[str, Fact]:
     if job.clip_value is not None:
         found["clip_value"] = job.clip_value
     found |= {f"argument {name}": value for name, value in job.arguments.items()}
+    if job.weights is not None and any(frozen_bytes(job)):
+        found[FROZEN_FILES] = job.weights.fingerprint()
     found["optimizer"] = type(optimizer.torch).__qualname__
     found["state of the optimizer"] = ", ".join(sorted(names_of_state(job)))
     found["number of the optimizer's groups"] = len(optimizer.torch.param_groups)

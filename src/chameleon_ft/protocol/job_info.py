@@ -47,6 +47,7 @@ class JobInfo:
     state_bytes: tuple[
         int, ...
     ]  # bytes that move with each layer: updated tensors, persistent buffers, optimizer state
+    frozen_bytes: tuple[int, ...] = ()  # of the parameters that checkpoints leave out; see `Job.frozen_in`
     tied: tuple[TiedParameters, ...] = ()  # parameters that layers share
     undivided: str = ""  # name of the optimizer, if holders can share its state by whole parameters only
     hints: tuple[str, ...] = ()  # what seems wrong with the job, and does not prevent a run
@@ -120,7 +121,7 @@ class JobInfo:
                     master_bytes=2 * max(0, self.gradient_bytes[index] - self.param_bytes[index]),
                     output_bytes=self.boundary_bytes[index],
                 ),
-                self.state_bytes[index],
+                *self._moved(index),
             )
             for index, cost in enumerate(self.relative_costs)
         )
@@ -141,11 +142,20 @@ class JobInfo:
 
         A profile has the memory of each layer, including buffers that do not move.
         """
-        layers = tuple(_with_state(*each) for each in zip(costs.workload.layers, self.state_bytes, strict=True))
+        layers = tuple(_with_state(each, *self._moved(index)) for index, each in enumerate(costs.workload.layers))
         return CostModel(dataclasses.replace(costs.workload, layers=layers, tied=self.tied), costs.cluster)
 
+    def _moved(self, layer: int) -> tuple[int, int]:
+        """Return the bytes that move with a layer, and those of them that are read again and not kept."""
+        return self.state_bytes[layer], self.frozen_bytes[layer] if self.frozen_bytes else 0
 
-def _with_state(layer: LayerCost, state_bytes: int) -> LayerCost:
-    """Return the layer with so many bytes that move."""
+
+def _with_state(layer: LayerCost, state_bytes: int, reread_bytes: int) -> LayerCost:
+    """Return the layer with so many bytes that move, of which some are read again and not kept."""
     more = state_bytes - layer.param_bytes - layer.optimizer_bytes
-    return dataclasses.replace(layer, optimizer_bytes=layer.optimizer_bytes + max(0, more), unmoved_bytes=max(0, -more))
+    return dataclasses.replace(
+        layer,
+        optimizer_bytes=layer.optimizer_bytes + max(0, more),
+        unmoved_bytes=max(0, -more),
+        reread_bytes=reread_bytes,
+    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, TypeAlias, get_args
@@ -21,11 +21,13 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.job import Job, load_job
+from chameleon_ft.models.adapters import merge_adapters
 from chameleon_ft.session.configuration import NamedStep, checkpoint_of
 from chameleon_ft.storage.checkpoints import read_mark
 from chameleon_ft.storage.files import RunDirectory
 from chameleon_ft.storage.stores import Directory, Storage
-from chameleon_ft.weights import ADAPTERS, INDEX, SINGLE, Weights, names_of, views_of
+from chameleon_ft.verify import stored_weights
+from chameleon_ft.weights import ADAPTERS, FROZEN, INDEX, SINGLE, Weights, frozen_names, names_of, views_of
 from chameleon_ft.worker.checkpoint import read_layer, single_process
 from chameleon_ft.worker.inspection import users_errors
 
@@ -56,9 +58,16 @@ def export_weights(
     form: ExportFormat = "safetensors",
     dtype: ExportType | None = None,
     adapters: bool = False,
+    merge: bool = False,
+    average: str = "",
     file_bytes: int = _FILE_BYTES,
 ) -> Export:
     """Write the weights of a checkpoint into a new folder, which appears once it is complete.
+
+    Args:
+        adapters: those alone.
+        merge: the model with the adapters in it.
+        average: names what the optimizer keeps of each parameter to write instead, such as "ema".
 
     Raises:
         CheckpointError: there is no such checkpoint, or it is damaged.
@@ -76,17 +85,18 @@ def export_weights(
         job = load_job(config.job, config)
     weights = job.weights or Weights()
     has_adapters = weights.save_adapters is not None
-    if adapters != has_adapters:
+    if adapters + merge != has_adapters:
         raise ConfigError(
-            "the job has adapters: export them by --adapters, and merge them into the model by merge_and_unload of peft"
+            "the job has adapters: export either these alone by --adapters, or the model with them in it by --merge"
             if has_adapters
-            else "--adapters: the job has none; leave the flag out, or give it some by Job.with_adapters"
+            else "--adapters, --merge: the job has no adapters; leave it out, or give it some by Job.with_adapters"
         )
     if adapters and form != "safetensors":
         raise ConfigError(f"--adapters: peft reads adapters from safetensors alone, not from {form}")
     count = Counted(None if dtype is None else getattr(torch, dtype))
-    found = stored_tensors(job, checkpoints, number)
-    tensors = count.of((name, each) for name, each in found if name.startswith(ADAPTERS) or not adapters)
+    averages = stored_weights(config, checkpoints, number, average) if average else {}
+    found = stored_tensors(job, checkpoints, number, averages, adapters=adapters, merge=merge)
+    tensors = count.of(found)
     try:
         to.parent.mkdir(parents=True, exist_ok=True)
         with Directory(to.parent).writing(to.name) as draft:
@@ -124,10 +134,19 @@ class Counted:
             yield name, made
 
 
-def stored_tensors(job: Job, checkpoints: Storage, step: int) -> Iterator[tuple[str, Tensor]]:
+def stored_tensors(
+    job: Job,
+    checkpoints: Storage,
+    step: int,
+    averages: Mapping[str, Tensor],
+    *,
+    adapters: bool = False,
+    merge: bool = False,
+) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters, or their masters, and the buffers of a checkpoint, by their names in files, layer by layer.
 
-    Raises ConfigError if the job has no name for one, or CheckpointError.
+    Those in `averages`, by the names of `nn.Sequential(*layers)`, take the place of others. Of `adapters`, these alone;
+    or they are merged into the rest. Raises ConfigError if the job has no name for one, or CheckpointError.
     """
     num_layers = read_mark(checkpoints, step)["layers"]
     if num_layers != job.num_layers:
@@ -139,11 +158,17 @@ def stored_tensors(job: Job, checkpoints: Storage, step: int) -> Iterator[tuple[
     for layer in range(num_layers):
         state = read_layer(checkpoints, step, layer)
         tensors = {key.removeprefix(_STATE): each for key, each in state.items() if key.startswith(_STATE)}
-        if lacking := sorted(_named(job, layer) - tensors.keys()):
+        frozen = state.get(FROZEN, "")
+        if lacking := sorted(_named(job, layer) - tensors.keys() - set(frozen_names(frozen))):
             raise ConfigError(
                 f"layer {layer} of the checkpoint of step {step} has no {lacking[0]!r}, which `weights` names: export "
                 "with the job that wrote it"
             )
+        if not adapters:
+            tensors |= job.read_frozen(layer, frozen)
+        tensors |= {name: averages[f"{layer}.{name}"] for name in tensors if f"{layer}.{name}" in averages}
+        if merge:
+            tensors = merge_adapters(job, layer, tensors)
         for own, tensor in tensors.items():
             # Buffers may have no name, and a parameter that is used in two places has one.
             stored = job.stored_as(layer, own) if isinstance(tensor, Tensor) else None
@@ -151,7 +176,7 @@ def stored_tensors(job: Job, checkpoints: Storage, step: int) -> Iterator[tuple[
                 continue
             for name, view in zip(names_of(stored), views_of(stored, tensor), strict=True):
                 # Tied parameters, which are equal, have one name.
-                if name not in written:
+                if name not in written and (name.startswith(ADAPTERS) == adapters):
                     written.add(name)
                     yield name, view.contiguous()
 

@@ -349,6 +349,8 @@ class Session:
         form: ExportFormat = "safetensors",
         dtype: ExportType | None = None,
         adapters: bool = False,
+        merge: bool = False,
+        average: str = "",
     ) -> Export:
         """Write the weights of a checkpoint, by default the newest, into a new folder, as `chameleon export` does.
 
@@ -357,7 +359,16 @@ class Session:
         """
         from chameleon_ft.session.export import export_weights
 
-        return export_weights(self._watcher.run, Path(to), step=step, form=form, dtype=dtype, adapters=adapters)
+        return export_weights(
+            self._watcher.run,
+            Path(to),
+            step=step,
+            form=form,
+            dtype=dtype,
+            adapters=adapters,
+            merge=merge,
+            average=average,
+        )
 
     def _raise_failure(self) -> None:
         """Raise the error that has ended the run, once."""
@@ -386,11 +397,15 @@ def load_checkpoint(run: str | Path, step: NamedStep = None, *, average: str = "
 
     Raises:
         CheckpointError: There is no such checkpoint, or it is damaged.
-        ConfigError: The optimizer keeps no averages.
+        ConfigError: The optimizer keeps no averages; or the files with the frozen parameters are missing, or others.
     """
     from chameleon_ft.verify import stored_weights
+    from chameleon_ft.worker.inspection import users_errors
 
-    return stored_weights(*checkpoint_of(RunDirectory.open(Path(run)), step), average)
+    directory = RunDirectory.open(Path(run))
+    checkpoints, number = checkpoint_of(directory, step)
+    with users_errors(directory.config()):
+        return stored_weights(directory.config(), checkpoints, number, average)
 
 
 class Callback:

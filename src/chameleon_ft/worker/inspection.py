@@ -19,7 +19,7 @@ from chameleon_ft.host.fork_server import Terminated
 from chameleon_ft.job import RESERVED_METRICS, BoundarySpec, Job, is_stream, load_job
 from chameleon_ft.job_arguments import as_setting
 from chameleon_ft.job_record import Fact
-from chameleon_ft.models.build import gradient_bytes, layers_built_in_full, param_bytes, tied_bytes
+from chameleon_ft.models.build import frozen_bytes, gradient_bytes, layers_built_in_full, param_bytes, tied_bytes
 from chameleon_ft.models.checks import (
     boundary_specs,
     check_evaluation,
@@ -176,6 +176,7 @@ def _inspect_job(config: RunConfig, *, compiles: bool) -> JobInfo:
         param_bytes=sizes,
         gradient_bytes=gradients,
         state_bytes=state_bytes(job),
+        frozen_bytes=frozen_bytes(job),
         tied=tuple(TiedParameters(layers, num_bytes) for layers, num_bytes in tied.items()),
         undivided=undivided,
         hints=tuple(hints),

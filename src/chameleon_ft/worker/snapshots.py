@@ -281,7 +281,7 @@ class SnapshotTaker:
     def _state_of(self, part: Part) -> LayerState:
         if part.stop > part.start:
             return self._held.state_of_slice(part.layer, (part.start, part.stop))
-        return self._held.constant_state_of(part.layer)
+        return self._held.kept_state_of(part.layer)
 
     def _take(
         self, step: int, states: Mapping[Part, LayerState], backups: Future[dict[tuple[Part, ...], Tensor]]

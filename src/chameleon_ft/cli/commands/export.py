@@ -39,6 +39,11 @@ class ExportArguments:
     """Cast to this type; by default that in which they are trained, which under bf16 is float32."""
     adapters: bool = False
     """Write the adapters alone, as peft reads them."""
+    merge: bool = False
+    """Write the model with the adapters in it, in place of adapters beside it."""
+    average: Annotated[
+        str, "KEY", Doc("Write what the optimizer keeps of each parameter under this name instead: ema, its averages.")
+    ] = ""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -49,6 +54,15 @@ def main(arguments: Sequence[str]) -> int:
     from chameleon_ft.session.export import export_weights
 
     step = named_checkpoint("--step", given.step)
-    made = export_weights(run, given.to, step=step, form=given.format, dtype=given.dtype, adapters=given.adapters)
+    made = export_weights(
+        run,
+        given.to,
+        step=step,
+        form=given.format,
+        dtype=given.dtype,
+        adapters=given.adapters,
+        merge=given.merge,
+        average=given.average,
+    )
     print(f"step {made.step}: {made.tensors} tensors, {data_size(made.num_bytes)}, in {made.folder}")
     return 0

@@ -9,6 +9,8 @@ holders.
 - The optimizer's state, by updated tensor.
 - Derived parameters: those in bfloat16, rounded from their masters after each update. Where the layer has the master,
   they are no part of the state.
+- Frozen parameters, which nothing changes. Those that were read from the job's files of weights move with a layer, but
+  snapshots and checkpoints leave them out, because a layer that is restored reads them again.
 - Persistent buffers, which no forward may change, but for those that a layer declares to be summed over the step.
 - Of layer 0, if the data is a stream, the position of the next step in it. So whatever holds that layer after a number
   of steps, a worker, a checkpoint or a snapshot, knows which samples come next.
@@ -38,6 +40,7 @@ from chameleon_ft.models.recomputation import selective_recomputation
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.side_outputs import AUXILIARY, SideOutputs, SummedBuffer, collecting, run_after_step, summed_buffers
 from chameleon_ft.trees import Boundary
+from chameleon_ft.weights import FROZEN, frozen_names
 from chameleon_ft.worker.execution.bad_steps import noting
 from chameleon_ft.worker.execution.optimizer import LayerOptimizer, Range
 
@@ -46,7 +49,8 @@ NO_FIELDS: Final[Mapping[str, Tensor]] = MappingProxyType({})
 LayerState = dict[str, Any]
 """One layer's state by flat key: ``module/NAME`` for updated tensors and persistent buffers, ``optimizer/NAME/KEY``.
 
-``NAME[START:STOP]`` in place of a name is a slice of the elements of a parameter. `POSITION_KEY` is as described there.
+``NAME[START:STOP]`` in place of a name is a slice of the elements of a parameter. `POSITION_KEY` and `FROZEN` are as
+described there.
 """
 
 
@@ -84,6 +88,7 @@ class HeldLayer:
         fixed: The other persistent buffers, which no forward may change: module, name there, and name in the layer.
         side_names: Of its auxiliary losses and metrics; see `SideOutputs.names`.
         side: The sums of those over the step; None if there is nothing.
+        frozen: Describes the parameters that can be read again, as `Job.frozen_in`.
     """
 
     module: nn.Module
@@ -94,11 +99,13 @@ class HeldLayer:
     fixed: tuple[tuple[nn.Module, str, str], ...] = ()
     side_names: Sequence[str] = ()
     side: StepSum | None = None
+    frozen: str = ""
 
     @classmethod
     def initial(cls, job: Job, layer: int, *, seed: int, device: torch.device) -> Self:
         """Build a layer with the parameters that a run begins with. Raises ConfigError if they cannot be read."""
-        return cls._of(job, layer, initial_layer(job, layer, seed), device)
+        own = cls._of(job, layer, initial_layer(job, layer, seed), device)
+        return replace(own, frozen=job.frozen_in(layer, own.module))
 
     @classmethod
     def blank(cls, job: Job, layer: int, *, seed: int, device: torch.device, is_divided: bool = False) -> Self:
@@ -173,7 +180,9 @@ class HeldLayer:
     @property
     def state(self) -> LayerState:
         """The state without the optimizer's: its own tensors."""
-        return {key: value.detach() if isinstance(value, Tensor) else value for key, value in self.targets.items()}
+        described = {FROZEN: self.frozen} if self.frozen else {}
+        own = {key: value.detach() if isinstance(value, Tensor) else value for key, value in self.targets.items()}
+        return {**own, **described}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take over the updated tensors and buffers of a state; tensors that are its own are not copied."""
@@ -487,6 +496,12 @@ class HeldLayers:
         state = self.state_of(layer)
         return {key: value.clone() if key in buffers else value for key, value in state.items()}
 
+    def kept_state_of(self, layer: int) -> LayerState:
+        """As `constant_state_of`, without the parameters that a restored layer reads from the job's files again."""
+        own, state = self._layers[layer], self.constant_state_of(layer)
+        frozen = {f"module/{name}" for name in frozen_names(own.frozen)}
+        return {key: value for key, value in state.items() if key not in frozen}
+
     def replicated_state_of(self, layer: int) -> LayerState:
         """As `state_of`, without buffers that are summed over the step, so that it is equal on all holders.
 
@@ -505,15 +520,25 @@ class HeldLayers:
         return {**self.replicated_state_of(layer), **derived}
 
     def snapshot(self, layer: int) -> LayerState:
-        """Copy the state of a layer to host memory, even if it is there: training keeps changing it."""
-        return _copied(self.state_of(layer))
+        """Copy `kept_state_of` a layer to host memory, even if it is there: training keeps changing it."""
+        return _copied(self.kept_state_of(layer))
 
     def snapshot_of_slice(self, layer: int, start: int, stop: int) -> LayerState:
         """Copy the optimizer's state of some units of a layer to host memory."""
         return _copied(self.state_of_slice(layer, (start, stop)))
 
     def restore(self, layer: int, state: Mapping[str, Any]) -> None:
-        """Take over the state that `state_of` or `snapshot` gave for this layer, maybe with slices."""
+        """Take over the state that `state_of` or `snapshot` gave for this layer, maybe with slices.
+
+        Raises ConfigError if the frozen parameters that it lacks cannot be read from the job's files.
+        """
+        frozen = state.get(FROZEN, "")
+        if any(f"module/{name}" not in state for name in frozen_names(frozen)):
+            read = self._job.read_frozen(layer, frozen)
+            state = {**state, **{f"module/{name}": value for name, value in read.items()}}
+        # A resumed job may train them now.
+        is_frozen = self._layers[layer].updated.keys().isdisjoint(frozen_names(frozen))
+        self._layers[layer] = replace(self._layers[layer], frozen=frozen if is_frozen else "")
         self._layers[layer].restore(state)
         self._optimizer.restore(layer, state)
         if (position := state.get(POSITION_KEY)) is not None:
