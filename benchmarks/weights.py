@@ -3,6 +3,8 @@
 Each worker is a process of its own, which builds its layers as a rank does at the start of a run. Counted are the bytes
 that the kernel reads from disk for the process, with none of the files in the page cache before, and the largest
 resident memory since before the layers were built.
+
+Then the model gets adapters, and the bytes that a checkpoint has of it after an update are counted.
 """
 
 from __future__ import annotations
@@ -19,17 +21,24 @@ from tempfile import TemporaryDirectory
 from typing import Final
 
 import torch
+from peft import LoraConfig
 from safetensors.torch import save_file
 from torch import nn
 
 from benchmarks._common import Bar, Report, new_folder, report_arguments
 from chameleon_ft import Job, Weights
+from chameleon_ft.models.build import param_bytes, tensor_bytes
+from chameleon_ft.plan import LayerRange
 from chameleon_ft.quantities import data_size
+from chameleon_ft.sync import Segment
+from chameleon_ft.worker.execution.gradients import GradientBuffers
 from chameleon_ft.worker.execution.layers import HeldLayers
 
 _WORKERS: Final = 4
 _READ_BAR: Final = 1.05
 _MEMORY_BAR: Final = 1.2
+_CHECKPOINT_BAR: Final = 0.05
+_RANK: Final = 8
 _SHARD_LAYERS: Final = 3
 _CPU: Final = torch.device("cpu")
 
@@ -104,8 +113,23 @@ def bytes_from_disk() -> int:
     return int(Path("/proc/self/io").read_text().partition("\nread_bytes:")[2].split()[0])
 
 
-def measure(sizes: tuple[int, int, int]) -> list[dict[str, int]]:
-    """Write a model, and load it in as many processes as there are workers, one after the other."""
+def bytes_in_checkpoint(job: Job) -> int:
+    """Return the bytes of the tensors that a checkpoint has after an update."""
+    total = 0
+    for layer in range(job.num_layers):
+        held = HeldLayers(job, [layer], seed=0, device=_CPU)
+        buffers = GradientBuffers(held, (Segment(LayerRange(layer, layer + 1), (0,)),))
+        buffers.zero()
+        held.update(0)
+        total += tensor_bytes(held.snapshot(layer))
+    return total
+
+
+def measure(sizes: tuple[int, int, int]) -> tuple[list[dict[str, int]], dict[str, int]]:
+    """Write a model, and load it in as many processes as there are workers, one after the other.
+
+    Return what each has read and held, and the bytes of the model and of its checkpoints, with adapters and without.
+    """
     with TemporaryDirectory(dir=Path.cwd()) as place:
         folder = Path(place)
         job = job_of(folder, *sizes)
@@ -116,7 +140,13 @@ def measure(sizes: tuple[int, int, int]) -> list[dict[str, int]]:
             forget(folder)
             with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
                 found.append(process.submit(load, folder, sizes, range(first, end)).result())
-    return found
+        adapted = job.with_adapters(LoraConfig(r=_RANK, target_modules=[f"attention.{number}" for number in range(4)]))
+        kept = {
+            "model_bytes": sum(param_bytes(job)),
+            "checkpoint_bytes": bytes_in_checkpoint(job),
+            "adapters_checkpoint_bytes": bytes_in_checkpoint(adapted),
+        }
+    return found, kept
 
 
 def main() -> int:
@@ -127,7 +157,7 @@ def main() -> int:
     parser.add_argument("--vocab", type=int, default=32_000, help="rows of its table and of its head")
     arguments = parser.parse_args()
     folder = new_folder(arguments.out)
-    found = measure((arguments.dim, arguments.blocks, arguments.vocab))
+    found, kept = measure((arguments.dim, arguments.blocks, arguments.vocab))
     read = [each["read_bytes"] / each["layer_bytes"] for each in found]
     held = [each["peak_bytes"] / each["layer_bytes"] for each in found]
     return Report(
@@ -140,8 +170,13 @@ def main() -> int:
         bars=(
             Bar(name="bytes read, of those of the layers, of any worker", value=max(read), limit=_READ_BAR),
             Bar(name="peak memory, of the bytes of the layers, of any worker", value=max(held), limit=_MEMORY_BAR),
+            Bar(
+                name="checkpoint with adapters, of the bytes of the model",
+                value=kept["adapters_checkpoint_bytes"] / kept["model_bytes"],
+                limit=_CHECKPOINT_BAR,
+            ),
         ),
-        results={"workers": found},
+        results={"workers": found, **kept},
     ).emit(folder, as_json=arguments.json)
 
 
