@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import importlib
 import platform
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Final
 
 import torch
-from torch import distributed
+from torch import Tensor, distributed
 
 from chameleon_ft.config import BACKENDS, DEVICES, RunConfig
 from chameleon_ft.errors import ConfigError
@@ -111,6 +114,47 @@ def wait_for_stream(device: torch.device) -> None:
     """Block until the work that this thread has queued on `device` is done."""
     if not is_host_memory(device):
         torch.accelerator.current_stream(device).synchronize()
+
+
+def host_memory_for(tensor: Tensor) -> Tensor:
+    """Return `tensor` if it is in host memory; otherwise memory of its shape there, for `copy_across`."""
+    return tensor if tensor.is_cpu else torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+
+
+def copied_to_host(tensor: Tensor) -> Tensor:
+    """Return `tensor` if it is in host memory; otherwise a copy of it there."""
+    host = host_memory_for(tensor)
+    if host is not tensor:
+        copy_across(host, tensor)
+    return host
+
+
+def copy_across(target: Tensor, source: Tensor) -> None:
+    """Copy between a device and `host_memory_for` it, and block until that is done.
+
+    It waits for what this thread has queued on the device, and nothing that is queued later waits for it.
+    """
+    device = source.device if target.is_cpu else target.device
+    queued = torch.accelerator.current_stream(device).record_event()
+    with exclusive_stream(device) as stream:
+        stream.wait_event(queued)
+        target.copy_(source, non_blocking=True)
+        stream.record_event().synchronize()
+
+
+_FREE_STREAMS: Final[deque[torch.Stream]] = deque()
+
+
+@contextmanager
+def exclusive_stream(device: torch.device) -> Iterator[torch.Stream]:
+    """Enqueue on a stream that nothing else uses inside the block; leave it empty, unless the block raises."""
+    try:
+        stream = _FREE_STREAMS.pop()
+    except IndexError:
+        stream = torch.Stream(device)
+    with stream:
+        yield stream
+    _FREE_STREAMS.append(stream)
 
 
 def worker_memory_bytes(config: RunConfig, device: torch.device) -> int | None:

@@ -33,6 +33,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, Wor
 from chameleon_ft.config import RunConfig, Timeouts
 from chameleon_ft.worker.communicators.base import CommunicationError, InFlight, Membership, TreeVote, issue
 from chameleon_ft.worker.communicators.store import GenerationStore
+from chameleon_ft.worker.device import copied_to_host, copy_across, host_memory_for
 
 _DESCRIPTORS = Path("/proc/self/fd")
 # Gloo publishes values that begin with an address, which this many bytes contain.
@@ -268,19 +269,19 @@ class GlooCommunicators:
             raise CommunicationError(None, str(self._error))
 
     def send(self, tensor: Tensor, *, peer: int, tag: int, stands_for_bytes: int | None = None) -> InFlight:
-        host = tensor.cpu()
+        host = copied_to_host(tensor)
         work = issue(peer, self._groups[self._world].send, [host], self._world.index(peer), tag)
         return _Message(work, peer, host, None, self._wait)
 
     def receive(self, tensor: Tensor, *, peer: int, tag: int) -> InFlight:
-        host = tensor if tensor.is_cpu else torch.empty_like(tensor, device="cpu")
+        host = host_memory_for(tensor)
         work = issue(peer, self._groups[self._world].recv, [host], self._world.index(peer), tag)
         return _Message(work, peer, host, tensor, self._wait)
 
     def all_reduce(self, tensor: Tensor, group: tuple[int, ...]) -> InFlight:
         if group not in self._groups:
             self.settle()
-        host = tensor.cpu()
+        host = copied_to_host(tensor)
         work = issue(None, self._groups[group].allreduce, [host])
         with self._lock:
             self._reductions = [earlier for earlier in self._reductions if not earlier.is_completed()]
@@ -481,7 +482,7 @@ class _Message:
             # A live Work keeps the group's sockets open after the group is gone.
             self.work = None
         if self.target is not None and self.target is not self.host:
-            self.target.copy_(self.host)
+            copy_across(self.target, self.host)
 
 
 @dataclass(slots=True)

@@ -54,6 +54,7 @@ from chameleon_ft.worker.communicators.base import (
     kind_on_device,
 )
 from chameleon_ft.worker.communicators.gloo import GlooCommunicators
+from chameleon_ft.worker.device import exclusive_stream
 
 _ProcessGroup = Any  # torch's stubs of a backend leave out send, recv and allreduce
 _Key = Channel | tuple[int, ...]
@@ -378,10 +379,6 @@ class _Communicator:
             return self._in_flight[-1]
 
 
-# Each watches one operation at a time: it is held until that has ended, and so would be the event behind another.
-_FREE_STREAMS: Final[deque[torch.Stream]] = deque()
-
-
 @dataclass(slots=True, eq=False)
 class _Operation:
     """An operation in flight."""
@@ -394,21 +391,17 @@ class _Operation:
     def wait(self) -> None:
         """See `InFlight`."""
         is_over = self.communicator.interrupted.is_set
-        try:
-            stream = _FREE_STREAMS.pop()
-        except IndexError:
-            stream = torch.Stream(self.communicator.device)
-        try:
-            with stream:
+        # It is held until the operation has ended, and so would be the event behind another.
+        with exclusive_stream(self.communicator.device) as stream:
+            try:
                 self.work.wait()
                 ended = stream.record_event()
-        except RuntimeError as error:
-            raise CommunicationError(self.peer, str(error)) from None
-        since_s = time.monotonic()
-        while not ended.query() and not is_over():
-            waited_s = time.monotonic() - since_s
-            time.sleep(min(max(_MIN_PAUSE_S, _PAUSE_SHARE * waited_s), _MAX_PAUSE_S))
-        if is_over():
-            # It may have ended by being aborted.
-            raise CommunicationError(self.peer, "the generation is over")
-        _FREE_STREAMS.append(stream)
+            except RuntimeError as error:
+                raise CommunicationError(self.peer, str(error)) from None
+            since_s = time.monotonic()
+            while not ended.query() and not is_over():
+                waited_s = time.monotonic() - since_s
+                time.sleep(min(max(_MIN_PAUSE_S, _PAUSE_SHARE * waited_s), _MAX_PAUSE_S))
+            if is_over():
+                # It may have ended by being aborted.
+                raise CommunicationError(self.peer, "the generation is over")
