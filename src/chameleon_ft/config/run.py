@@ -201,6 +201,11 @@ class RunConfig(Section):
         return self.forked.run_id if self.forked.run and step == self.forked.step else self.run_id
 
     @property
+    def compiled(self) -> str:
+        """How layers are compiled, and by which backend; or "off"."""
+        return "off" if self.compile == "off" else f"{self.compile} by {self.compile_backend}"
+
+    @property
     def is_emulated(self) -> bool:
         """Whether workers compute nothing, and operations last as long as the profile says."""
         return self.device == "emulated"

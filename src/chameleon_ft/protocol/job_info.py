@@ -91,7 +91,7 @@ class JobInfo:
             device=self.device,
             threads=config.threads if config.device == "cpu" else 0,
             versions=dict(self.versions),
-            compile="off" if config.compile == "off" else f"{config.compile} by {config.compile_backend}",
+            compile=config.compiled,
         )
 
     def settled(self, config: RunConfig) -> RunConfig:

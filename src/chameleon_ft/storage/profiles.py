@@ -106,13 +106,13 @@ def profile_of_run(config: RunConfig) -> Profile:
     """Return the profile of a run; an emulated device may be slower than the file says.
 
     Raises:
-        ProfileError: it cannot be read, is of another micro-batch size, or lacks the precision that emulated devices
-            are to have.
+        ProfileError: it cannot be read, is of another micro-batch size or of layers compiled in another way, or lacks
+            the precision that emulated devices are to have.
     """
     if config.profile is None:
         raise ProfileError("this run has no profile; set profile")
     profile = read_profile(config.profile)
-    profile.require({"micro_batch_size": config.batch.micro_batch_size})
+    profile.require({"micro_batch_size": config.batch.micro_batch_size, "compile": config.compiled})
     if not config.is_emulated:
         return profile
     if config.precision == "bf16" and profile.fingerprint.dtype not in _BF16:
