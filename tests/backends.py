@@ -1,7 +1,8 @@
-"""Whole test sessions and benchmarks on the pretended accelerator; imports nothing of it."""
+"""Whole test sessions and benchmarks on the pretended accelerator."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from pathlib import Path
@@ -19,3 +20,5 @@ def use_backend(backend: str) -> None:
     """Let every `small_config` of this process, and of those that it starts, use a backend of the pretended device."""
     os.environ.update(ENVIRON, CHAMELEON_TEST_BACKEND=backend)
     sys.path.insert(0, str(_PLACE))
+    # The plain loop runs on the device in this process.
+    importlib.import_module("torch_npu")
