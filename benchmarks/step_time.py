@@ -5,7 +5,8 @@ processes over gloo with one compute thread each: chameleon, and torch.distribut
 all-reduce of the gradients, started by torchrun. Their runs alternate. A step is timed from one update to the next,
 each taken at the last worker, by stamps in the model that both train. The losses must agree, or the comparison is
 refused. With --optimizer-redundancy, the runs are compared that share the optimizer's state and those that do not; with
---compile, those with compiled layers and those without.
+--compile, those with compiled layers and those without; with --transformers, those of transformers' Llama and of the
+built-in one, of the same shape and initial weights.
 """
 
 from __future__ import annotations
@@ -18,14 +19,22 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.optim import AdamW
+
 from benchmarks import _chameleon, _torchrun
 from benchmarks._common import Bar, Report, Spread, add_most_others, arguments, base_config, new_folder
 from benchmarks._neighbours import Neighbours, progress
 from benchmarks._stamped_job import read_stamps
 from chameleon_ft.config import TrainConfig
+from chameleon_ft.job import Job
+from chameleon_ft.models.build import build_layer
+from chameleon_ft.models.llama import llama_layers, llama_weights, next_token_loss
+from chameleon_ft.weights import SINGLE
 
 _LARGEST_RATIO = 1.05
-_LARGEST_RATIO_SHARED = 1.03
+_LARGEST_RATIO_OF_VARIANTS = 1.03
 _LARGEST_LOSS_DEVIATION = 1e-5
 
 
@@ -54,6 +63,12 @@ def main() -> int:
     if given.compile:
         own = config.model_copy(update={"compile": "static"})
         systems = {"compiled": lambda _, given, path: _run_chameleon(own, given, path), "eager": _run_chameleon}
+    if given.transformers:
+        adapted = _with_transformers(config, folder / "model")
+        systems = {
+            "transformers": lambda _, given, path: _run_chameleon(adapted, given, path),
+            "built-in": _run_chameleon,
+        }
     runs: dict[str, list[_Run]] = {name: [] for name in systems}
     for number in range(given.rounds):
         # Each goes first in every other round, so that neither gains from slow changes of the machine.
@@ -62,21 +77,46 @@ def main() -> int:
             measure = partial(systems[name], config, given)
             runs[name].append(neighbours.undisturbed(measure, folder / f"{name.split()[0]}-{number}"))
         _require_equal_losses(*(own[-1] for own in runs.values()))
-    largest = _LARGEST_RATIO if given.optimizer_redundancy is None else _LARGEST_RATIO_SHARED
+    is_plain = given.optimizer_redundancy is None and not given.transformers
+    largest = _LARGEST_RATIO if is_plain else _LARGEST_RATIO_OF_VARIANTS
     return _report(runs, neighbours, largest).emit(folder, as_json=given.json)
 
 
 def _arguments() -> argparse.Namespace:
     parser = arguments(__doc__, name="step_time")
     add_most_others(parser)
-    parser.add_argument(
+    variants = parser.add_mutually_exclusive_group()
+    variants.add_argument(
         "--optimizer-redundancy", type=int, metavar="OWNERS", help="compare sharing among so many owners with none"
     )
-    parser.add_argument("--compile", action="store_true", help="compare compiled layers with others")
+    variants.add_argument("--compile", action="store_true", help="compare compiled layers with others")
+    variants.add_argument("--transformers", action="store_true", help="compare transformers' Llama with the built-in")
     parser.add_argument("--rounds", type=int, default=5, help="runs of each system")
     parser.add_argument("--steps", type=int, default=40, help="steps of a run that are timed")
     parser.add_argument("--warmup", type=int, default=5, help="steps before them that are not")
     return parser.parse_args()
+
+
+def _with_transformers(config: TrainConfig, folder: Path) -> TrainConfig:
+    """Write the model that a run begins with as one of transformers, and return the configuration that trains it."""
+    folder.mkdir()
+    weights = llama_weights(config.model)
+    job = Job(
+        layers=llama_layers(config.model),
+        loss=next_token_loss,
+        loss_terms=Tensor.numel,
+        dataset=[],
+        optimizer=AdamW,
+        weights=weights,
+    )
+    layers = [build_layer(job, layer, config.seed).state_dict() for layer in range(job.num_layers)]
+    save_file(
+        {str(job.stored_as(n, name)): value for n, state in enumerate(layers) for name, value in state.items()},
+        folder / SINGLE,
+    )
+    assert weights.save_config is not None
+    weights.save_config(folder)
+    return config.model_copy(update={"model": config.model.model_copy(update={"hf": str(folder)})})
 
 
 def _run_chameleon(config: TrainConfig, given: argparse.Namespace, path: Path) -> _Run:

@@ -11,6 +11,7 @@ import random
 import signal
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -212,11 +213,12 @@ def test_a_sample_may_tell_its_documents(corpus: Path) -> None:
     end = ids[-1]
     for copy in (packed, pickle.loads(pickle.dumps(packed))):
         for index in range(len(packed)):
-            (tokens, documents), targets = copy[index]
-            assert [*tokens.tolist(), int(targets[-1])] == ids[31 * index : 31 * (index + 1)]
+            sample = {name: values.tolist() for name, values in copy[index].items()}
+            window = ids[31 * index : 31 * (index + 1)]
+            assert sample["input_ids"] == window[:-1]
             # A new document begins after each end.
-            expected_ids = np.cumsum([0, *(token == end for token in tokens.tolist()[:-1])])
-            assert documents.tolist() == expected_ids.tolist()
+            assert sample["document_ids"] == np.cumsum([0, *(token == end for token in window[:-2])]).tolist()
+            assert sample["labels"] == [-100 if token == end else after for token, after in pairwise(window)]
     plain = open_corpus(corpus, 30)
     assert plain[1][0].tolist() == ids[31:61]
     (corpus.parent / "poem.txt").write_text("some lines of text")

@@ -6,20 +6,22 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from chameleon_ft import Job
+from chameleon_ft.data.samples import TokenWindows, collated
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.job import Precision
 from chameleon_ft.models.precision import with_declared
-from chameleon_ft.models.transformers import causal_loss, causal_terms
+from chameleon_ft.models.transformers import causal_loss, causal_terms, next_token_loss, next_token_terms
 from chameleon_ft.models.transformers_walk import Walk
 from chameleon_ft.models.weights import check_weights
 from chameleon_ft.side_outputs import collecting
 from tests.golden import refused
-from tests.models.transformers_families import FAMILIES, VOCAB, family, load_layers, whole_model
+from tests.models.transformers_families import COMPARED, VOCAB, family, load_layers, whole_model
 
 pytest.importorskip("transformers", reason="the development extra has it")
 LENGTH = 12
@@ -45,14 +47,18 @@ def tokens(*shape: int) -> Tensor:
     return torch.randint(VOCAB, shape, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", COMPARED)
 def test_loss_and_gradients_are_those_of_transformers(name: str) -> None:
     config, labels = family(name), tokens(3, LENGTH)
     model, walk = loud(whole_model(config)), Walk.of(config)
     layers = build(walk)
     load_layers(walk, layers, model)
     labels[0, :4] = -100
+    # Masks and positions are kept from one forward to the next of the same shape.
+    for length in (LENGTH, 5):
+        run(layers, tokens(3, length))
 
+    run(layers, tokens(3, LENGTH))
     loss = causal_loss(run(layers, tokens(3, LENGTH)), labels) / causal_terms(labels)
     loss.backward()
     expected = model(tokens(3, LENGTH), labels=labels).loss
@@ -64,7 +70,8 @@ def test_loss_and_gradients_are_those_of_transformers(name: str) -> None:
         for own, parameter in layer.named_parameters():
             seen.add(named := walk.names(index)[own])
             torch.testing.assert_close(parameter.grad, theirs[named].grad, rtol=1e-5, atol=1e-5)
-    assert seen == set(theirs)
+    # A parameter may have two names in one layer.
+    assert {id(theirs[name]) for name in seen} == set(map(id, theirs.values()))
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss"])
@@ -92,7 +99,7 @@ def test_the_loss_of_routers_is_that_of_transformers(name: str, is_padded: bool)
             torch.testing.assert_close(parameter.grad, theirs[walk.names(index)[own]].grad, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", COMPARED)
 def test_documents_in_a_sample_do_not_see_each_other(name: str) -> None:
     # Without sdpa, too; the test above has the usual one.
     config, ids = family(name), tokens(1, LENGTH)
@@ -105,6 +112,25 @@ def test_documents_in_a_sample_do_not_see_each_other(name: str) -> None:
 
     expected = torch.cat([model(part).logits for part in ids.split([5, 3, 4], dim=1)], dim=1)
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_rows_of_a_packed_corpus_have_the_losses_of_its_documents() -> None:
+    model, walk = loud(whole_model(family("qwen3"))), Walk.of(family("qwen3"))
+    layers, ids = build(walk), tokens(2 * (LENGTH + 1))
+    load_layers(walk, layers, model)
+    rows = TokenWindows(ids.numpy(), LENGTH, starts=np.array([0, 5, 8, 17]))
+
+    fields, labels = collated([rows[0], rows[1]], None, seed=0, place=(0, 0))
+    loss = next_token_loss(run(layers, fields.pop("input_ids"), **fields), labels)
+
+    # A row ends inside the third document.
+    parts = [part for part in ids.split([5, 3, 5, 4, 9]) if len(part) > 1]
+    terms = [len(part) - 1 for part in parts]
+    expected = sum(
+        model(part[None], labels=part[None]).loss.item() * own for part, own in zip(parts, terms, strict=True)
+    )
+    assert next_token_terms(labels) == sum(terms)
+    assert loss.item() == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gpt2", "gpt_oss", "deepseek_v3"])
@@ -127,6 +153,16 @@ def test_decoder_layers_that_compute_alike_share_a_factory() -> None:
     assert windows[1] is windows[3] is not windows[2]
     # GPT-2 scales the attention of each layer by its number.
     assert len(set(map(id, Walk.of(family("gpt2")).layers()))) == 5
+    # MiniMax computes buffers of a layer from its number.
+    linear = Walk.of(family("minimax")).layers()
+    assert linear[1] is not linear[3]
+
+
+@pytest.mark.parametrize("name", ["minimax", "bart"])
+def test_documents_are_refused_that_would_see_each_other(name: str) -> None:
+    layer = build(Walk.of(family(name)))[1]
+    with refused(ConfigError):
+        layer(torch.zeros(1, LENGTH, 32), document_ids=torch.zeros(1, LENGTH, dtype=torch.int64))
 
 
 class Samples:
@@ -207,6 +243,19 @@ def test_what_cannot_be_walked_is_refused(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").touch()
     with refused(ConfigError):
         job_of(tmp_path)
+
+
+def test_settings_that_change_what_is_trained_are_refused(tmp_path: Path) -> None:
+    for name, values in (
+        # Its own loss does not shift labels; see `targets`.
+        ("bart", {}),
+        ("bert", {"is_decoder": False}),
+        # Some parameters have no values but those of the class.
+        ("apertus", {}),
+    ):
+        with refused(ConfigError):
+            job_of(family(name, **values))
+    assert job_of(family("bart"), targets="next tokens").num_layers == 5
 
 
 @pytest.mark.parametrize(

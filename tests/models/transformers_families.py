@@ -82,6 +82,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "v_head_dim": 8,
         },
     ),
+    "bert": (
+        "BertConfig",
+        {**_SIZES, "is_decoder": True, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    ),
     "gpt_oss": (
         "GptOssConfig",
         {
@@ -93,6 +97,25 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
         },
     ),
+}
+# Whose loss and gradients are compared, also of documents in a sample.
+COMPARED = tuple(FAMILIES)
+FAMILIES |= {
+    "minimax": (
+        "MiniMaxConfig",
+        {
+            **_GROUPED,
+            **_EXPERTS,
+            "head_dim": 8,
+            "num_local_experts": 4,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        },
+    ),
+    "bart": (
+        "BartConfig",
+        {"vocab_size": VOCAB, "d_model": 32, "encoder_layers": 3, "decoder_layers": 3, "decoder_attention_heads": 4},
+    ),
+    "apertus": ("ApertusConfig", _GROUPED),
 }
 
 

@@ -1,4 +1,4 @@
-"""A model of transformers with experts, trained through failures, beside its own forward in a plain loop."""
+"""Models of transformers, trained through failures, beside their own forward in a plain loop."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from chameleon_ft import Job
-from chameleon_ft.config import Batch, Parallel, Recovery, RunConfig
-from chameleon_ft.data import SampleOrder
+from chameleon_ft import Job, load_checkpoint
+from chameleon_ft.config import Batch, LlamaConfig, Parallel, Recovery, RunConfig, TrainConfig, config_to_toml
+from chameleon_ft.data import SampleOrder, sample_order
 from chameleon_ft.data.samples import load_micro_batch
 from chameleon_ft.job import load_job
-from chameleon_ft.models.transformers import causal_terms
-from tests.harness import assert_trained_as_if_nothing_failed, fails, small_config, train_here
+from chameleon_ft.models.build import initial_layer
+from chameleon_ft.models.transformers import causal_terms, next_token_loss
+from chameleon_ft.models.transformers_walk import Walk
+from chameleon_ft.storage.files import RunDirectory
+from tests.harness import Command, assert_trained_as_if_nothing_failed, fails, small_config, train_here
 from tests.models.transformers_families import VOCAB, family, whole_model
 
 pytest.importorskip("transformers", reason="the development extra has it")
@@ -85,4 +88,69 @@ def losses_of_transformers(config: RunConfig, folder: Path) -> list[float]:
             losses[-1] += loss.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+    return losses
+
+
+@pytest.mark.multiprocess
+def test_a_folder_is_trained_by_a_file_in_bfloat16_and_exported(tmp_path: Path) -> None:
+    import transformers
+
+    whole_model(family("qwen3", vocab_size=256)).save_pretrained(tmp_path / "model")
+    config = small_config(
+        tmp_path,
+        steps=20,
+        workers=4,
+        parallel=Parallel(dp=2, pp=2),
+        batch=Batch(micro_batches=4, micro_batch_size=2),
+        precision="bf16",
+        recovery=Recovery(policy="repartition"),
+        failures=(fails(1, step=5, phase="backward"), fails(2, step=12, phase="sync")),
+        model=LlamaConfig(hf=str(tmp_path / "model"), seq_len=LENGTH),
+    )
+    (tmp_path / "train.toml").write_text(config_to_toml(config))
+    run, trained = RunDirectory(tmp_path / "run"), tmp_path / "trained"
+
+    train = "train", tmp_path / "train.toml", "--output-dir", run.path
+    for words in (train, ("export", run.path, "--to", trained)):
+        with Command(*words) as command:
+            assert command.wait() == 0, command.printed
+
+    losses = [record.loss for record in run.steps()]
+    assert losses == pytest.approx(losses_in_bfloat16(config), rel=2e-3)
+    model = transformers.AutoModelForCausalLM.from_pretrained(trained, dtype=torch.float32)
+    theirs, checkpoint, walk = model.state_dict(), load_checkpoint(run.path), Walk.of(model.config)
+    again = Job.from_transformers(trained, dataset=Sentences(), optimizer=torch.optim.AdamW)
+    for layer in range(again.num_layers):
+        # A run that begins with the export has the values that this one would go on with.
+        imported = initial_layer(again, layer, seed=1).state_dict()
+        for own, name in walk.names(layer - 1).items():
+            assert torch.equal(checkpoint[f"{layer}.{own}"], theirs[name])
+            assert torch.equal(imported[own], theirs[name])
+
+
+def losses_in_bfloat16(config: TrainConfig) -> list[float]:
+    """Return the loss of each step by transformers' own model, with float32 masters of its parameters."""
+    import transformers
+
+    load = partial(transformers.AutoModelForCausalLM.from_pretrained, config.model.hf)
+    model, masters = load(dtype=torch.bfloat16).train(), [*load(dtype=torch.float32).parameters()]
+    job, order = load_job(config.job, config), sample_order(load_job(config.job, config).dataset, config.seed)
+    optimizer, rate = job.optimizer(masters), job.learning_rate
+    assert rate is not None
+    losses: list[float] = []
+    for step in range(config.steps):
+        inputs, targets = load_micro_batch(job.dataset, order, step * config.batch.samples, config.batch.samples)
+        loss = next_token_loss(model(inputs).logits, targets) / targets.numel()
+        model.zero_grad()
+        loss.backward()
+        for master, parameter in zip(masters, model.parameters(), strict=True):
+            master.grad = parameter.grad.float()
+        torch.nn.utils.clip_grad_norm_(masters, config.optimizer.clip_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = rate(step)
+        optimizer.step()
+        with torch.no_grad():
+            for master, parameter in zip(masters, model.parameters(), strict=True):
+                parameter.copy_(master)
+        losses.append(loss.item())
     return losses

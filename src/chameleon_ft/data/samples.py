@@ -28,12 +28,15 @@ if TYPE_CHECKING:
     from chameleon_ft.data.mixture import MixtureOrder
     from chameleon_ft.data.order import SampleOrder
     from chameleon_ft.data.token_files import TokenArray, Tokens
-    from chameleon_ft.job import Collate, Dataset, TensorPair
+    from chameleon_ft.job import Collate, Dataset
 
 
 INPUT_IDS: Final = "input_ids"
 LABELS: Final = "labels"
 MASK: Final = "attention_mask"
+DOCUMENT_IDS: Final = "document_ids"
+IGNORED: Final = -100
+"""The label of a token that is no term of a loss, as for torch and transformers."""
 
 
 def load_micro_batch(
@@ -265,7 +268,7 @@ class TokenWindows:
     """Map-style dataset: sample i is tokens [i (seq_len + 1), (i + 1) (seq_len + 1)), as input and as the next token.
 
     Windows do not overlap, so in one epoch every token is a target at most once; tokens after the last whole window are
-    not used. A sample is a pair of int64 tensors (seq_len,).
+    not used. A sample is a pair of int64 tensors (seq_len,), or a dict of them if documents are known.
     """
 
     def __init__(self, tokens: Tokens, seq_len: int, *, starts: TokenArray | None = None) -> None:
@@ -274,8 +277,9 @@ class TokenWindows:
         Args:
             tokens: ids.
             seq_len: tokens of a sample's input, and of its target.
-            starts: positions of the first tokens of documents, ascending. With them, the input is (2, seq_len): the
-                tokens, and for each the number of its document in the window, from 0.
+            starts: positions of the first tokens of documents, ascending. With them, a sample has the fields input_ids,
+                document_ids, numbers of documents in the window, from 0, and labels, which are the next tokens, or -100
+                where the next one is of another document.
 
         Raises:
             DataError: there are fewer tokens than a window has.
@@ -289,7 +293,7 @@ class TokenWindows:
     def __len__(self) -> int:
         return len(self._tokens) // (self._seq_len + 1)
 
-    def __getitem__(self, index: int) -> TensorPair:
+    def __getitem__(self, index: int) -> Any:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         length = self._seq_len + 1
@@ -297,11 +301,13 @@ class TokenWindows:
         window = torch.from_numpy(self._tokens[begin : begin + length].astype(np.int64))
         if self._starts is None:
             return window[:-1], window[1:]
-        first, last = np.searchsorted(self._starts, (begin, begin + self._seq_len - 1), side="right")
+        first, last = np.searchsorted(self._starts, (begin, begin + self._seq_len), side="right")
         # Counts the documents that begin after the first token of the window, up to each token.
-        numbers = np.zeros(self._seq_len, np.int64)
+        numbers = np.zeros(length, np.int64)
         np.add.at(numbers, self._starts[first:last] - begin, 1)
-        return torch.stack((window[:-1], torch.from_numpy(numbers.cumsum()))), window[1:]
+        documents = torch.from_numpy(numbers.cumsum())
+        labels = window[1:].masked_fill(documents[1:] != documents[:-1], IGNORED)
+        return {INPUT_IDS: window[:-1], DOCUMENT_IDS: documents[:-1], LABELS: labels}
 
     def __reduce__(self) -> tuple[Any, ...]:
         starts = None if self._starts is None else place_of(self._starts) or self._starts
@@ -322,7 +328,7 @@ def open_corpus(path: str | Path, seq_len: int, *, dtype: str = "uint16", docume
             which each byte is a token.
         seq_len: tokens of a sample.
         dtype: type of the ids in a raw token file.
-        document_ids: whether each input is (2, seq_len), tokens and the numbers of their documents; a folder of
+        document_ids: whether samples tell the documents of their tokens; see `TokenWindows`. A folder of
             `chameleon data tokenize` knows where documents begin.
 
     Raises:

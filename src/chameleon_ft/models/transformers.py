@@ -18,13 +18,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from chameleon_ft.data.samples import IGNORED
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.job import Job
 from chameleon_ft.models.transformers_walk import Walk
 from chameleon_ft.weights import INDEX, SINGLE, Pieces, StoredName, Weights, files_of, names_of
-
-IGNORED: Final = -100
-"""The label of a token that is no term of the loss, as in transformers."""
 
 # Files beside the weights of a model that an export copies.
 _BESIDE: Final = ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "generation_config.json", "*.jinja")
@@ -37,6 +35,11 @@ def job_from_transformers(
     config, folder = _config_of(model)
     walk = Walk.of(config, attention)
     is_shifted = targets == "next tokens"
+    if not (is_shifted or walk.shifts_labels or "loss" in fields):
+        raise ConfigError(
+            f"{type(walk.model).__name__} computes a loss of its own from labels, maybe without shifting them: "
+            'give labels of next tokens and targets="next tokens", or a `loss`'
+        )
     own: dict[str, Any] = {
         "layers": walk.layers(),
         "loss": next_token_loss if is_shifted else causal_loss,
@@ -118,6 +121,11 @@ def weights_of(walk: Walk, folder: Path | None) -> Weights:
                 f"{folder} has its weights in {others[0]}, and not in {SINGLE} or {INDEX}: load the model by "
                 "from_pretrained, and save it by save_pretrained; or give its configuration, to train from the start"
             )
+    if lacking := [name for name, is_stored in walk.uninitialized() if path is None or not is_stored]:
+        raise ConfigError(
+            f"{type(walk.model).__name__}: transformers initialises {lacking[0]} only with the whole model: give a "
+            "folder with weights, saved by save_pretrained"
+        )
     names = [
         {own: stored[name] for own, name in walk.names(index).items() if name in stored}
         for index in range(-1, walk.num_blocks + 1)

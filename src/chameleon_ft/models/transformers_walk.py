@@ -1,8 +1,6 @@
-"""The parts of a decoder-only model of transformers, each as a layer that runs the model's own forward.
+"""Finding the parts of a decoder-only model of transformers, by a forward of fake tensors.
 
-In a layer, all modules of other layers are stand-ins: those before it return the layer's input, and the forward ends
-where the layer ends. So masks, rotary positions and what else a decoder layer gets are made on each worker by the
-functions of transformers, and no family needs code of its own. `Walk` finds the parts, by a forward of fake tensors.
+Each becomes a layer, which runs the model's own forward; see `chameleon_ft.models.transformers_layer`.
 """
 
 from __future__ import annotations
@@ -11,178 +9,32 @@ import contextlib
 import copy
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn import functional
 
 from chameleon_ft.errors import ConfigError
+from chameleon_ft.models.build import content_of
 from chameleon_ft.models.checks import leaves_of_graph
-from chameleon_ft.models.router_loss import RouterLoss, Sums
+from chameleon_ft.models.router_loss import RouterLoss
+from chameleon_ft.models.transformers_layer import (
+    BlockArguments,
+    BlockStandIn,
+    Call,
+    KeptArguments,
+    StandIn,
+    TransformersLayer,
+    clone_around,
+    masks,
+    tensors_in,
+)
 
 # Attributes of a decoder layer that number it, for its place in a cache of keys, which training does not have.
 _NUMBERS: Final = frozenset({"layer_idx", "layer_id", "layer_number", "block_idx"})
-
-
-class _End(Exception):  # noqa: N818 - not an error: it ends the forward of a model where a layer ends
-    def __init__(self, output: Any) -> None:
-        self.output = output
-
-
-class _Call:
-    """The input of the layer that runs at the moment, for the stand-ins of other layers."""
-
-    def __init__(self) -> None:
-        self.given: Tensor | None = None
-
-
-class _StandIn:
-    """A module of another layer, which returns the running layer's input, without its graph."""
-
-    def __init__(self, module: nn.Module, call: _Call) -> None:
-        self._module = module
-        self._call = call
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_module"], name)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        assert self._call.given is not None
-        return self._call.given.detach()
-
-
-class _OtherBlock(_StandIn):
-    """A decoder layer of another layer; those before the running one return its input."""
-
-    def __init__(self, module: nn.Module, call: _Call, *, as_tuple: bool, is_end: bool) -> None:
-        super().__init__(module, call)
-        self._as_tuple = as_tuple
-        self._is_end = is_end
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._is_end:
-            raise _End(_hidden_of(args, kwargs)[2])
-        return (self._call.given,) if self._as_tuple else self._call.given
-
-
-class _OwnBlock(_StandIn):
-    """The running decoder layer, after which the forward ends."""
-
-    def __init__(self, module: nn.Module, call: _Call, *, is_first: bool) -> None:
-        super().__init__(module, call)
-        self._is_first = is_first
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._is_first:
-            # Layer 0 has returned what the first decoder layer gets.
-            place, key, _ = _hidden_of(args, kwargs)
-            if key:
-                kwargs = {**kwargs, key: self._call.given}
-            else:
-                args = (*args[:place], self._call.given, *args[place + 1 :])
-        output = self._module(*args, **kwargs)
-        raise _End(output[0] if isinstance(output, tuple) else output)
-
-
-def _hidden_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, str, Any]:
-    """Return the place, or the name, of the hidden state among the arguments of a decoder layer, and the state."""
-    if args:
-        return 0, "", args[0]
-    return 0, "hidden_states", kwargs["hidden_states"]
-
-
-class TransformersLayer(nn.Module):
-    """A part of a model of transformers: token ids or the output of the layer before -> its output.
-
-    Its modules are those that the walk found for it, under their own last names; a decoder layer is `block`.
-    """
-
-    def __init__(self, walk: Walk, index: int) -> None:
-        """Build a part: -1 is what comes before the decoder layers, their number what comes after them."""
-        super().__init__()
-        self._index = index
-        self._is_head = index == walk.num_blocks
-        self._makes_masks = walk.makes_masks and index >= 0
-        # As in a model of transformers; see `chameleon_ft.models.precision`.
-        self._keep_in_fp32_modules = walk.fp32_modules()
-        self._call = _Call()
-        held = {path: walk.build(path) for path in walk.paths_of(index)}
-        for path, module in held.items():
-            self.add_module(walk.name_of(path), module)
-        self._routers, self._logits = walk.routers, list[Tensor]()
-        if self._routers is not None:
-            self._routers.watch(self, self._logits)
-        # In a tuple it is no module of this one: its parts have names of their own here.
-        self._model = (walk.shell(index, held, self._call),)
-
-    def train(self, mode: bool = True) -> TransformersLayer:
-        super().train(mode)
-        for part in self._model[0].modules():
-            part.training = mode
-        return self
-
-    def forward(
-        self,
-        x: Any,
-        *,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        document_ids: Tensor | None = None,
-    ) -> Any:
-        if self._routers is None:
-            return self._run(x, attention_mask, position_ids, document_ids)
-        hidden, *others = (x, *self._routers.begin(x.device)) if self._index < 0 else x
-        self._logits.clear()
-        output = self._run(hidden, attention_mask, position_ids, document_ids)
-        sums: Sums = (others[0], others[1])
-        for logits in self._logits:
-            sums = self._routers.add(sums, logits, attention_mask)
-        self._logits.clear()
-        if not self._is_head:
-            return (output, *sums)
-        self._routers.end(
-            sums, hidden.shape[0] * hidden.shape[1] if attention_mask is None else int(attention_mask.sum())
-        )
-        return output
-
-    def _run(
-        self, x: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, document_ids: Tensor | None
-    ) -> Tensor:
-        if document_ids is not None and position_ids is None:
-            position_ids = positions_in_documents(document_ids)
-        fields: dict[str, Any] = {"attention_mask": attention_mask, "position_ids": position_ids}
-        if position_ids is not None and self._makes_masks:
-            fields["attention_mask"] = _masks(self._model[0].config, x, attention_mask, position_ids)
-        fields = {name: value for name, value in fields.items() if value is not None}
-        fields["input_ids" if self._index < 0 else "inputs_embeds"] = x.detach()
-        self._call.given = x
-        try:
-            output: Tensor = self._model[0](**fields).logits
-        except _End as end:
-            output = end.output
-        finally:
-            self._call.given = None
-        return output
-
-
-def _masks(config: Any, x: Tensor, attention_mask: Tensor | None, position_ids: Tensor) -> Any:
-    """Return the masks that the decoder layers of a model get, for documents whose positions begin again."""
-    from transformers.masking_utils import create_masks_for_generate
-
-    return create_masks_for_generate(
-        config, inputs_embeds=x, attention_mask=attention_mask, past_key_values=None, position_ids=position_ids
-    )
-
-
-def positions_in_documents(document_ids: Tensor) -> Tensor:
-    """Return positions (batch, time) that begin at 0 in each document, from the numbers of documents."""
-    places = torch.arange(document_ids.shape[-1], device=document_ids.device).expand_as(document_ids)
-    begins = functional.pad(document_ids[..., 1:] != document_ids[..., :-1], (1, 0), value=True)
-    return places - (places * begins).cummax(-1).values
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,8 +47,12 @@ class Walk:
         before, after, tables: paths of the modules that run before and after the decoder layers, and of those that have
             buffers and no parameters, such as rotary positions, which all parts hold.
         as_tuple: whether a decoder layer returns a tuple.
+        alike: for each decoder layer, a text of what it gets beside the hidden state.
         makes_masks: whether masks are to be made before the forward, which would make none of documents.
+        mixes_documents: why documents in a sample cannot be kept apart; empty if they can be.
+        shifts_labels: whether its loss compares the logits of a token with the label of the next one.
         routers: the loss of its routers.
+        kept: what decoder layers get, for all layers of a process.
     """
 
     model: Any
@@ -206,8 +62,12 @@ class Walk:
     after: tuple[str, ...]
     tables: tuple[str, ...]
     as_tuple: bool
+    alike: tuple[str, ...]
     makes_masks: bool = False
+    mixes_documents: str = ""
+    shifts_labels: bool = True
     routers: RouterLoss | None = None
+    kept: KeptArguments = field(default_factory=KeptArguments, compare=False)
 
     @classmethod
     def of(cls, config: Any, attention: str | None = None) -> Walk:
@@ -273,24 +133,38 @@ class Walk:
 
     def build(self, path: str) -> nn.Module:
         """Build a module as transformers initialises it, on torch's default device."""
+        return self._begun(path, torch.get_default_device())
+
+    def _begun(self, path: str, device: str | torch.device, *, buffers: str | torch.device | None = None) -> nn.Module:
         module: nn.Module = copy.deepcopy(self.model.get_submodule(path))
-        module.to_empty(device=torch.get_default_device())
-        owner: Any = self.model.get_submodule(self.blocks.rpartition(".")[0])
+        _make_empty([module], device, buffers or device)
+        owner: Any = next(
+            part for place in _around(self.blocks) if hasattr(part := self.model.get_submodule(place), "_init_weights")
+        )
         with torch.no_grad():
             # From the inside out: a module may initialise those in it again.
             for part in reversed(list(module.modules())):
                 owner._init_weights(part)
         return module
 
-    def shell(self, index: int, held: Mapping[str, nn.Module], call: _Call) -> Any:
+    def uninitialized(self) -> Iterator[tuple[str, bool]]:
+        """Yield the parameters and buffers that `build` gives no values, and whether they are in files of weights."""
+        for path in dict.fromkeys(path for index in range(-1, self.num_blocks + 1) for path in self.paths_of(index)):
+            module = self._begun(path, "meta")
+            stored = module.state_dict(keep_vars=True)
+            for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+                if tensor._version == 0:
+                    yield f"{path}.{name}", name in stored
+
+    def shell(self, index: int, held: Mapping[str, nn.Module], call: Call) -> Any:
         """Return the whole model for the forward of a part: with the modules that it holds, and stand-ins."""
-        blocks: list[_StandIn] = []
-        for number, block in enumerate(self.model.get_submodule(self.blocks)):
-            if number == index:
-                blocks.append(_OwnBlock(held[f"{self.blocks}.{index}"], call, is_first=index == 0))
-            else:
-                blocks.append(_OtherBlock(block, call, as_tuple=self.as_tuple, is_end=index < 0))
-        return _clone(self.model, self.blocks, blocks, lambda path, module: held.get(path) or _StandIn(module, call))
+        blocks = [
+            BlockStandIn(block, call, as_tuple=self.as_tuple, is_end=number == max(index, 0))
+            for number, block in enumerate(self.model.get_submodule(self.blocks))
+        ]
+        return clone_around(
+            self.model, self.blocks, blocks, lambda path, module: held.get(path) or StandIn(module, call)
+        )
 
     def tied(self) -> tuple[tuple[tuple[int, str], ...], ...]:
         """Return `Job.tied`."""
@@ -307,7 +181,12 @@ class Walk:
 
     def fp32_modules(self) -> frozenset[str]:
         """Return the names of what the model keeps in float32 under bf16."""
-        return frozenset({*self.model._keep_in_fp32_modules, *self.model._keep_in_fp32_modules_strict, "inv_freq"})
+        return frozenset(
+            {
+                *self.model._keep_in_fp32_modules,
+                *self.model._keep_in_fp32_modules_strict,
+            }
+        )
 
     def layer_costs(self) -> tuple[float, ...]:
         """Return the parameters that a token is multiplied by in each layer."""
@@ -340,43 +219,24 @@ class Walk:
         """Return a text that is equal for decoder layers that compute alike."""
         config = self.model.config.to_dict()
         lists = [v[index] for v in config.values() if isinstance(v, list | tuple) and len(v) == self.num_blocks]
-        block = self.model.get_submodule(f"{self.blocks}.{index}")
+        path = f"{self.blocks}.{index}"
+        block = self.model.get_submodule(path)
         parts = [
             (name, type(part).__qualname__, sorted((k, repr(v)) for k, v in vars(part).items() if _is_plain(k, v)))
             for name, part in block.named_modules()
         ]
-        return repr((lists, parts, [(name, each.shape) for name, each in block.named_parameters()]))
+        shapes = [(name, each.shape) for name, each in block.named_parameters()]
+        return repr((lists, parts, shapes, self._buffers_of(path), self.alike[index]))
+
+    def _buffers_of(self, path: str) -> list[tuple[str, bytes]]:
+        """Return digests of the buffers that a decoder layer begins with, which may depend on its number."""
+        if not any(True for _ in self.model.get_submodule(path).buffers()):
+            return []
+        return [(name, content_of(each)) for name, each in self._begun(path, "meta", buffers="cpu").named_buffers()]
 
 
 def _is_plain(name: str, value: object) -> bool:
     return name not in _NUMBERS and isinstance(value, str | int | float | bool | tuple | None)
-
-
-def _clone(
-    module: nn.Module,
-    blocks: str,
-    made_blocks: Sequence[Any],
-    stand_in: Callable[[str, nn.Module], Any],
-    path: str = "",
-) -> nn.Module:
-    """Copy the modules around a list of decoder layers; take the layers, and what else is in them, as given."""
-    clone = copy.copy(module)
-    clone._modules = dict(module._modules)
-    for name, child in module.named_children():
-        place = f"{path}.{name}" if path else name
-        made: Any
-        if place == blocks:
-            made = made_blocks
-        elif blocks.startswith(f"{place}."):
-            made = _clone(child, blocks, made_blocks, stand_in, place)
-        else:
-            made = stand_in(place, child)
-        del clone._modules[name]
-        if isinstance(made, nn.Module):
-            clone._modules[name] = made
-        else:
-            clone.__dict__[name] = made
-    return clone
 
 
 # --- finding the parts ---------------------------------------------------------------------------------------------
@@ -398,10 +258,9 @@ class _Probe:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.returned is not None:
             raise RuntimeError("a decoder layer runs twice")
-        place, key, self.hidden = _hidden_of(args, kwargs)
-        names = list(inspect.signature(self._block.forward).parameters)
-        self.others = {**dict(zip(names, args, strict=False)), **kwargs}
-        self.others.pop(key or names[place])
+        given = BlockArguments.of(args, kwargs)
+        names = list(inspect.signature(self._block.forward).parameters)[0 if given.by_name else 1 :]
+        self.hidden, self.others = given.hidden, {**dict(zip(names, given.args, strict=False)), **given.kwargs}
         self.returned = torch.empty_like(self.hidden, requires_grad=True)
         return (self.returned,) if self._as_tuple else self.returned
 
@@ -412,8 +271,7 @@ def _find(model: Any) -> Walk:
     problem: Exception | None = None
     for as_tuple in (False, True):
         try:
-            walk = _watch(model, blocks, as_tuple=as_tuple)
-            return walk if _separates_documents(walk) else replace(walk, makes_masks=True)
+            return _with_loss(_with_masks(_watch(model, blocks, as_tuple=as_tuple)))
         except ConfigError:
             raise
         except Exception as error:  # noqa: BLE001 - of any class: the forward of a model
@@ -425,14 +283,18 @@ def _find(model: Any) -> Walk:
 
 def _own_tensors(model: nn.Module, blocks: str) -> list[str]:
     """Return the names of the tensors that the modules around the decoder layers keep themselves."""
-    around = [blocks[:end] for end, letter in enumerate(blocks) if letter == "."]
     return [
         f"{path}.{name}" if path else name
-        for path in ("", *around)
+        for path in _around(blocks)
         for part in [model.get_submodule(path)]
         for name, value in {**vars(part), **part._parameters, **part._buffers}.items()
         if isinstance(value, Tensor)
     ]
+
+
+def _around(blocks: str) -> list[str]:
+    """Return the paths of the modules around the decoder layers, the innermost first."""
+    return [*(blocks[:end] for end in range(len(blocks) - 1, 0, -1) if blocks[end] == "."), ""]
 
 
 def _name_of(model: nn.Module) -> str:
@@ -452,7 +314,7 @@ def _path_of_blocks(model: Any) -> str:
 def _watch(model: Any, blocks: str, *, as_tuple: bool) -> Walk:
     probes = [_Probe(block, as_tuple=as_tuple) for block in model.get_submodule(blocks)]
     others: dict[str, nn.Module] = {}
-    _clone(model, blocks, probes, lambda path, module: others.setdefault(path, copy.deepcopy(module)))
+    clone_around(model, blocks, probes, lambda path, module: others.setdefault(path, copy.deepcopy(module)))
     calls: dict[str, set[int]] = {path: set() for path in others}
     for path, module in others.items():
         # How many decoder layers have run by then.
@@ -460,8 +322,8 @@ def _watch(model: Any, blocks: str, *, as_tuple: bool) -> Walk:
             lambda *_, path=path: calls[path].add(sum(probe.returned is not None for probe in probes))
         )
     with FakeTensorMode() as mode:
-        _make_fake(others.values())
-        shell = _clone(model, blocks, probes, lambda path, _: others[path]).train()
+        _make_empty(others.values(), "cpu", "cpu")
+        shell = clone_around(model, blocks, probes, lambda path, _: others[path]).train()
         logits = shell(input_ids=torch.zeros(2, 4, dtype=torch.int64)).logits
         _check(model, probes, others, logits)
     number, tables = len(probes), [path for path, module in others.items() if _is_table(module)]
@@ -478,10 +340,11 @@ def _watch(model: Any, blocks: str, *, as_tuple: bool) -> Walk:
         after=tuple(path for path, at in calls.items() if at == {number} and path not in tables),
         tables=tuple(tables),
         as_tuple=as_tuple,
+        alike=_described([probe.others for probe in probes]),
     )
     try:
         with mode:
-            alone = _probed(walk, torch.empty(probes[0].hidden.shape), others)
+            alone = _probed(walk, torch.empty(probes[0].hidden.shape, requires_grad=True), others)
     except Exception as error:
         raise ConfigError(
             f"{_name_of(model)}: what decoder layers get beside the hidden state cannot be computed without what comes "
@@ -489,33 +352,69 @@ def _watch(model: Any, blocks: str, *, as_tuple: bool) -> Walk:
         ) from error
     for index, (probe, other) in enumerate(zip(probes, alone, strict=True)):
         for key, value in probe.others.items():
-            if any(True for _ in _tensors_in(value)) and not any(True for _ in _tensors_in(other.others.get(key))):
+            found = [*tensors_in(other.others.get(key))]
+            if any(each.requires_grad for each in found) or (not found and any(True for _ in tensors_in(value))):
                 raise ConfigError(
                     f"{_name_of(model)}: decoder layer {index} gets {key!r}, which is computed from tokens"
                 )
     return walk
 
 
-def _make_fake(modules: Iterable[nn.Module]) -> None:
-    """Replace the parameters and buffers of modules by fake tensors, which have no memory."""
+def _make_empty(modules: Iterable[nn.Module], parameters: str | torch.device, buffers: str | torch.device) -> None:
+    """Replace the parameters and buffers of modules by empty ones on these devices; what they share stays shared."""
+    made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
     for part in (part for module in modules for part in module.modules()):
         for key, value in part._parameters.items():
             if value is not None:
-                part._parameters[key] = nn.Parameter(torch.empty(value.shape, dtype=value.dtype))
+                empty = torch.empty(value.shape, dtype=value.dtype, device=parameters)
+                part._parameters[key] = made.setdefault(id(value), (value, nn.Parameter(empty, value.requires_grad)))[1]
         for key, buffer in part._buffers.items():
-            part._buffers[key] = None if buffer is None else torch.empty(buffer.shape, dtype=buffer.dtype)
+            if buffer is not None:
+                part._buffers[key] = torch.empty(buffer.shape, dtype=buffer.dtype, device=buffers)
 
 
-def _probed(walk: Walk, given: Tensor, tables: Mapping[str, nn.Module], **fields: Tensor) -> list[_Probe]:
-    """Run the forward of a decoder layer on an input, and return what all of them got; `tables` are by path."""
+class _Passing(StandIn):
+    """A stand-in whose output shows by its graph what is computed from it."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call.given
+
+
+def _described(given: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
+    """Return for each decoder layer a text that is equal for those that get the same tensors and values."""
+    numbers: dict[int, int] = {}
+
+    def described(value: Any) -> object:
+        tensors = [numbers.setdefault(id(each), len(numbers)) for each in tensors_in(value)]
+        return value if isinstance(value, str | int | float | bool) else tensors
+
+    return tuple(repr([(name, described(value)) for name, value in sorted(others.items())]) for others in given)
+
+
+def _probed(
+    walk: Walk,
+    given: Tensor,
+    tables: Mapping[str, nn.Module],
+    *,
+    loss: Callable[..., Tensor] | None = None,
+    **fields: Any,
+) -> list[_Probe]:
+    """Run the forward of a decoder layer on an input, and return what all of them got.
+
+    Args:
+        tables: by path.
+        loss: instead of the model's function.
+    """
     probes = [_Probe(block, as_tuple=walk.as_tuple) for block in walk.model.get_submodule(walk.blocks)]
-    call = _Call()
+    call = Call()
     call.given = given
 
     def stand_in(path: str, module: nn.Module) -> Any:
-        return tables[path] if path in walk.tables else _StandIn(module, call)
+        return tables[path] if path in walk.tables else _Passing(module, call)
 
-    shell = _clone(walk.model, walk.blocks, probes, stand_in)
+    shell: Any = clone_around(walk.model, walk.blocks, probes, stand_in)
+    if loss is not None:
+        shell.loss_function = loss
     try:
         shell(inputs_embeds=given, **fields)
     except Exception:
@@ -525,18 +424,60 @@ def _probed(walk: Walk, given: Tensor, tables: Mapping[str, nn.Module], **fields
     return probes
 
 
-def _separates_documents(walk: Walk) -> bool:
-    """Return whether the masks of all decoder layers separate documents whose positions begin again."""
-    given = torch.zeros(1, 4, walk.model.config.hidden_size)
+def _with_masks(walk: Walk) -> Walk:
+    """Return a walk that knows how masks separate documents whose positions begin again, if all of them do.
+
+    Raises:
+        ConfigError: masks let tokens see the ones after them.
+    """
+    name = _name_of(walk.model)
+    given, positions = torch.zeros(1, 4, walk.model.config.hidden_size), torch.tensor([[0, 1, 0, 1]])
     tables = {path: walk.build(path) for path in walk.tables}
+
+    def probes(*, makes_masks: bool = False, **fields: Any) -> list[_Probe]:
+        with contextlib.suppress(Exception):
+            # Of any class: not all models take these fields.
+            if makes_masks:
+                fields["attention_mask"] = masks(walk.model.config, given, positions)
+            return _probed(walk, given, tables, **fields)
+        return []
+
+    padded = [mask[0, 0, 0] for p in probes(attention_mask=torch.tensor([[1, 1, 1, 0]])) for mask in _masks_in(p)]
+    if any(_hides(first[3]) and not _hides(first[1]) for first in padded):
+        raise ConfigError(
+            f"{name}: tokens see the ones after them, so it cannot be trained on next tokens; change a setting of its "
+            "configuration, such as is_decoder"
+        )
+    if "position_ids" not in inspect.signature(walk.model.forward).parameters:
+        return replace(walk, mixes_documents=f"{name} takes no positions")
+    if any(isinstance(part, nn.Conv1d) for part in walk.model.get_submodule(walk.blocks).modules()):
+        return replace(walk, mixes_documents=f"{name} has convolutions over tokens")
+    for makes_masks in (False, True):
+        found = [_masks_in(probe) for probe in probes(makes_masks=makes_masks, position_ids=positions)]
+        if found and all(each and all(_hides(mask[0, 0, -2, 1]) for mask in each) for each in found):
+            return replace(walk, makes_masks=makes_masks)
+    return replace(walk, mixes_documents=f"decoder layers of {name} get no mask that separates documents")
+
+
+def _masks_in(probe: _Probe) -> list[Tensor]:
+    """Return the masks of four tokens that a decoder layer got."""
+    found = [each for each in tensors_in(probe.others) if each.ndim == 4 and each.shape[-1] == 4]
+    return [each.expand(-1, -1, 4, -1) for each in found if each.shape[-2] in (1, 4)]
+
+
+def _with_loss(walk: Walk) -> Walk:
+    """Return a walk that knows whether the loss of the model is the usual one."""
+    seen = list[Any]()
+
+    def loss(*args: Any, **kwargs: Any) -> Tensor:
+        seen.append(kwargs)
+        return torch.zeros(())
+
+    given, labels = torch.zeros(1, 4, walk.model.config.hidden_size), torch.zeros(1, 4, dtype=torch.int64)
     with contextlib.suppress(Exception):
-        # Of any class: not all models take positions.
-        for probe in _probed(walk, given, tables, position_ids=torch.tensor([[0, 1, 0, 1]])):
-            masks = [each for each in _tensors_in(probe.others) if each.ndim == 4 and each.shape[-2:] == (4, 4)]
-            if not masks or not all(_hides(mask[0, 0, 2, 1]) for mask in masks):
-                return False
-        return True
-    return False
+        # Of any class: as of those above.
+        _probed(walk, given, {path: walk.build(path) for path in walk.tables}, loss=loss, labels=labels)
+    return replace(walk, shifts_labels=bool(seen))
 
 
 def _hides(value: Tensor) -> bool:
@@ -563,19 +504,9 @@ def _check(model: Any, probes: Sequence[_Probe], others: Mapping[str, nn.Module]
                     f"{tuple(strange[0].shape)}"
                 )
         for key, value in probe.others.items():
-            if any(each.requires_grad for each in _tensors_in(value)):
+            if any(each.requires_grad for each in tensors_in(value)):
                 raise ConfigError(f"{name}: decoder layer {number} gets {key!r}, which is computed from other layers")
         before = probe.returned
     parameters = {id(each) for module in others.values() for each in module.parameters()}
     if any(leaf is not before and id(leaf) not in parameters for leaf in leaves_of_graph([logits])):
         raise ConfigError(f"{name}: its head gets more than the output of the last decoder layer")
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from _tensors_in(list(value.values()))
-    elif isinstance(value, Iterable) and not isinstance(value, str):
-        for each in value:
-            yield from _tensors_in(each)
