@@ -50,7 +50,7 @@ SURFACE = {
         "warmup_cosine",
         "wsd",
     },
-    "data": {"Mixture", "SampleOrder", "open_corpus", "read_sample", "sample_order"},
+    "data": {"Buckets", "Mixture", "SampleOrder", "open_corpus", "read_sample", "sample_order"},
     "keys": {"init_key", "step_key"},
     "models.recomputation": {"recomputable"},
     "storage.files": {"RunDirectory"},

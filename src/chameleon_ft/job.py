@@ -119,11 +119,13 @@ class BoundarySpec:
 
     Attributes:
         requires_grad: whether the tensor has a gradient; None: if it is floating-point or complex.
+        shapes: its shape in each of the job's buckets, of which `shape` is the last; empty: it has none.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool | None = None
+    shapes: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if any(size < 1 for size in self.shape):
@@ -169,7 +171,7 @@ class BoundarySpec:
 
     def require(self, tensor: Any, *, layer: int, gradient: bool = False) -> None:
         """Raise ConfigError if `tensor` is not what is expected of the output of `layer`, or of its gradient."""
-        if getattr(tensor, "dtype", None) == self.dtype and tensor.shape == self.shape:
+        if getattr(tensor, "dtype", None) == self.dtype and tensor.shape in (self.shapes or (self.shape,)):
             return
         name = f"the gradient of the output of layer {layer}" if gradient else f"the output of layer {layer}"
         found = _described(tensor.dtype, tensor.shape) if hasattr(tensor, "dtype") else f"a {type(tensor).__name__}"
@@ -259,6 +261,7 @@ class Job:
             reads for all. With `collate`, samples may be anything.
         collate: samples of a micro-batch -> (inputs, targets), each a tensor of one shape for every micro-batch; or a
             dict of fields, such as input_ids, position_ids and labels, as the data collators of transformers return.
+            `chameleon_ft.data.Buckets` pads micro-batches to a few lengths.
             What it draws from global generators is seeded. None: samples are stacked, those that are no pairs of
             tensors by torch's `default_collate`.
         evaluation: a map-style dataset of held-out samples, of the same shapes, on which the loss and the metrics are

@@ -79,7 +79,7 @@ class BoundaryTree:
         """Return the leaves of the output of a layer. Raises ConfigError if it is another tree than expected."""
         leaves, structure = flatten(output)
         of_one_kind = (
-            isinstance(leaf, Tensor) and (leaf.dtype, tuple(leaf.shape)) == (spec.dtype, spec.shape)
+            isinstance(leaf, Tensor) and leaf.dtype == spec.dtype and leaf.shape in (spec.shapes or (spec.shape,))
             for spec, leaf in zip(self.leaves, leaves, strict=True)
         )
         if structure != self.structure or not all(of_one_kind):

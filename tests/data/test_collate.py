@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from chameleon_ft.data import SampleOrder
+from chameleon_ft.config import Evaluation, Loading, Parallel, Recovery
+from chameleon_ft.data import Buckets, SampleOrder
 from chameleon_ft.data.samples import SamplesInOrder, collated, load_micro_batch
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.job import Job
@@ -75,6 +76,25 @@ def test_data_collators_of_transformers_draw_the_same_masks_everywhere(masks: bo
         plain = collate([rows[index] for index in ids])
         assert torch.equal(inputs, plain["input_ids"])
         assert torch.equal(targets, plain["labels"])
+
+
+def test_micro_batches_are_padded_to_the_smallest_bucket() -> None:
+    rows = [{"ids": [1, 2, 3], "labels": [2, 3, 4], "weight": 0.5}, {"ids": [5], "labels": [6], "weight": 2.0}]
+    buckets: Any = Buckets([2, 4, 8], padding={"ids": 9})
+    found: Any = buckets(rows)
+    assert found["ids"].tolist() == [[1, 2, 3, 9], [5, 9, 9, 9]]
+    assert found["labels"].tolist() == [[2, 3, 4, -100], [6, -100, -100, -100]]
+    assert found["weight"].tolist() == [0.5, 2.0]
+    assert buckets.number_of(found) == 1
+    pairs = [(torch.tensor([1.0, 2.0]), torch.tensor(number)) for number in range(4)]
+    found = buckets(pairs)
+    assert (found[0].shape, found[1].tolist(), buckets.number_of(found[0])) == ((4, 2), [0, 1, 2, 3], 0)
+    assert buckets.only(3)(rows)["ids"].tolist() == [[1, 2, 3], [5, 9, 9]]
+    assert buckets.only(2)(rows)["ids"].tolist() == [[1, 2], [5, 9]]
+    with refused(ValueError):
+        buckets([(torch.zeros(9), torch.tensor(0))])
+    with refused(ConfigError):
+        Buckets([4, 2])
 
 
 @pytest.mark.parametrize(
@@ -140,12 +160,8 @@ import torch
 from torch import nn
 from transformers import DataCollatorForLanguageModeling
 from chameleon_ft import Job
+from chameleon_ft.data import Buckets
 from tests.data.test_collate import Rows
-
-class Collator(DataCollatorForLanguageModeling):
-    def __call__(self, samples):
-        padded = [{"input_ids": (each["input_ids"] + [0] * 5)[:5]} for each in samples]
-        return super().__call__(padded)
 
 def loss(output, targets):
     return nn.functional.cross_entropy(output.flatten(0, 1), targets.flatten(), reduction="sum")
@@ -153,21 +169,26 @@ def loss(output, targets):
 def job():
     rows = Rows()
     return Job(
-        layers=[partial(nn.Embedding, 7, 4), partial(nn.Linear, 4, 7)],
+        layers=[partial(nn.Embedding, 7, 4), partial(nn.Linear, 4, 4), partial(nn.Linear, 4, 7)],
         loss=loss,
         loss_terms=lambda targets: (targets != -100).sum(),
         dataset=rows,
-        collate=Collator(rows.tokenizer, mlm=True, mlm_probability=0.4),
+        evaluation=rows,
+        collate=Buckets([3, 5], collate=DataCollatorForLanguageModeling(rows.tokenizer, mlm_probability=0.4)),
         optimizer=partial(torch.optim.SGD, lr=0.1),
     )
 """
 
 
 @pytest.mark.multiprocess
-def test_a_run_with_a_data_collator_that_masks_at_random(tmp_path: Path) -> None:
+def test_a_run_with_a_data_collator_that_masks_at_random_in_buckets(tmp_path: Path) -> None:
     tokenizer()
     file = tmp_path / "rows.py"
     file.write_text(JOB)
-    ended = train_job(file, tmp_path / "run", steps=6, failures=(fails(1, step=3, phase="backward"),))
+    changes: dict[str, Any] = {"parallel": Parallel(dp=2, pp=3), "evaluation": Evaluation(every=3)}
+    # Each loader would import transformers, too, and no plan is to change at the end.
+    changes |= {"loading": Loading(processes=0), "recovery": Recovery(policy="reroute")}
+    ended = train_job(file, tmp_path / "run", steps=6, failures=(fails(1, step=3, phase="backward"),), **changes)
     assert ended.lost == {1}
     assert_trained_as_if_nothing_failed(ended)
+    assert [event["step"] for event in ended.events("evaluation")] == [2, 5]

@@ -65,7 +65,8 @@ def _collated(samples: SamplesInOrder, micro_batch_size: int) -> tuple[Any, Any]
         raise ConfigError(
             f"`collate` returns inputs and targets of the shapes {shapes[0]} for the first micro-batch and of others, "
             f"such as {next(each for each in shapes if each != shapes[0])}, for later ones, but workers exchange "
-            'tensors of one shape; pad to one length, such as by padding="max_length", and not to the longest sample'
+            'tensors of known shapes; pad to one length, such as by padding="max_length", or to one of several by '
+            "chameleon_ft.data.Buckets, and not to the longest sample"
         )
     return pairs[0]
 

@@ -79,6 +79,7 @@ class LeafMessage(MessagePart):
     shape: tuple[int, ...]
     dtype: str
     requires_grad: bool | None = None  # None: by its type
+    shapes: tuple[tuple[int, ...], ...] = ()  # its shape in each bucket of the job, if it has any
 
 
 class BoundaryMessage(MessagePart):

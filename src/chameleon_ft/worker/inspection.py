@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from chameleon_ft.config import RunConfig, TrainConfig
+from chameleon_ft.data.buckets import Buckets, buckets_of, largest_bucket
 from chameleon_ft.errors import ChameleonError, ConfigError
 from chameleon_ft.events.evidence import place_of
 from chameleon_ft.host.fork_server import Terminated
@@ -124,6 +125,15 @@ def _inspect_job(config: RunConfig, *, compiles: bool) -> JobInfo:
     if run_on.type != "meta":
         check_optimizer(job, device=run_on)
     size = config.batch.micro_batch_size
+    if (buckets := buckets_of(job)) is not None:
+        if is_tolerant:
+            raise ConfigError(
+                'loading.on_error = "skip": the job has buckets, and the sample in the place of one that cannot be '
+                'read may have another length; set it to "fail"'
+            )
+        if job.compile.is_on:
+            raise ConfigError('compile: the job has buckets, and layers are compiled for one shape; set it to "off"')
+        job = largest_bucket(job)
     first = first_micro_batch(job, size, config.seed)
     job = with_fields(job, *first)
     hints: list[str] = []
@@ -141,6 +151,8 @@ def _inspect_job(config: RunConfig, *, compiles: bool) -> JobInfo:
         loss, more = check_loss(job, boundaries[-1], size, device=run_on, seed=config.seed)
         hints += more
         outputs = {"loss for the same samples and outputs": loss, **outputs}
+    if buckets is not None:
+        boundaries = _in_buckets(job, buckets, boundaries, size, device=run_on, seed=config.seed)
     if job.evaluation is not None:
         output = None if run_on.type == "meta" else boundaries[-1]
         check_evaluation(job, output, size, device=run_on, seed=config.seed)
@@ -192,10 +204,52 @@ def _inspect_job(config: RunConfig, *, compiles: bool) -> JobInfo:
     )
 
 
+def _in_buckets(
+    job: Job,
+    buckets: Buckets,
+    boundaries: Sequence[Boundary],
+    micro_batch_size: int,
+    *,
+    device: torch.device,
+    seed: int,
+) -> tuple[Boundary, ...]:
+    """Return the output of each layer with its shape in each bucket, given that in the largest.
+
+    Raises ConfigError if outputs differ in more than their shape.
+    """
+    if job.boundaries is not None:
+        raise ConfigError("the job has `boundaries` of one length, but buckets of several: leave `boundaries` out")
+    found = [
+        boundary_specs(replace(job, collate=buckets.only(length)), micro_batch_size, device=device, seed=seed)
+        for length in buckets.lengths[:-1]
+    ]
+    made: list[Boundary] = []
+    for layer, each in enumerate(zip(*found, boundaries, strict=True)):
+        leaves = tuple(
+            replace(same[-1], shapes=tuple(leaf.shape for leaf in same))
+            for same in zip(*(boundary.leaves for boundary in each), strict=False)
+        )
+        largest = each[-1]
+        made.append(replace(largest, leaves=leaves) if isinstance(largest, BoundaryTree) else leaves[0])
+        if any(
+            leaf.dtype != spec.dtype for other in each for leaf, spec in zip(other.leaves, leaves, strict=False)
+        ) or (len({len(other.leaves) for other in each}) > 1):
+            raise ConfigError(
+                f"the output of layer {layer} differs between buckets in more than the shapes of its tensors; let it "
+                "return one tree of tensors of the same types"
+            )
+    return tuple(made)
+
+
 def boundary_to_message(spec: Boundary) -> BoundaryMessage:
     """Return a boundary as it is sent."""
     leaves = tuple(
-        LeafMessage(shape=leaf.shape, dtype=str(leaf.dtype).removeprefix("torch."), requires_grad=leaf.requires_grad)
+        LeafMessage(
+            shape=leaf.shape,
+            dtype=str(leaf.dtype).removeprefix("torch."),
+            requires_grad=leaf.requires_grad,
+            shapes=leaf.shapes,
+        )
         for leaf in spec.leaves
     )
     structure = structure_to_json(spec.structure) if isinstance(spec, BoundaryTree) else ""
@@ -204,7 +258,9 @@ def boundary_to_message(spec: Boundary) -> BoundaryMessage:
 
 def boundary_of_message(message: BoundaryMessage) -> Boundary:
     """Return the boundary of a message; classes in it are looked up by name."""
-    leaves = tuple(BoundarySpec(each.shape, getattr(torch, each.dtype), each.requires_grad) for each in message.leaves)
+    leaves = tuple(
+        BoundarySpec(each.shape, getattr(torch, each.dtype), each.requires_grad, each.shapes) for each in message.leaves
+    )
     return BoundaryTree(leaves, structure_from_json(message.structure)) if message.structure else leaves[0]
 
 

@@ -36,7 +36,7 @@ from chameleon_ft.recovery.generation import WorkerOrders
 from chameleon_ft.worker.communicators.base import CommunicationError, Tag
 from chameleon_ft.worker.context import RankContext
 from chameleon_ft.worker.execution.bad_steps import JobError, describe_error
-from chameleon_ft.worker.execution.micro_batches import MicroBatch, reads_samples
+from chameleon_ft.worker.execution.micro_batches import MicroBatch, needs_samples
 from chameleon_ft.worker.mover import Mover
 from chameleon_ft.worker.state_transfer.layer_messages import receive_state, send_state
 
@@ -458,9 +458,9 @@ def reader_of(order: WorkerOrders) -> int:
 
 
 def needed_by(order: WorkerOrders, job: Job) -> frozenset[int]:
-    """Return the micro-batches of a step of which a worker runs the first layer, a layer with fields, or the loss."""
+    """Return the micro-batches of a step whose samples a worker needs."""
     operations: Sequence[Any] = order.operations
     if order.rest is not None:
         # If that step turns out to be bad, it is computed again as a whole.
         operations = (*operations, *order.rest.program.of(order.worker))
-    return frozenset(each.micro_batch for each in operations if reads_samples(each, job))
+    return frozenset(each.micro_batch for each in operations if needs_samples(each, job))

@@ -396,7 +396,8 @@ class _StepExecution:
         assert operation.receive_from is not None
         forward = operation.kind is OperationKind.FORWARD
         boundary = operation.layers.start - 1 if forward else operation.layers.stop - 1
-        tensors = [self._made(torch.empty, spec) for spec in self._sent_over(boundary, forward=forward)]
+        specs = self._sent_over(boundary, forward=forward)
+        tensors = [self._made(torch.empty, spec, operation.micro_batch) for spec in specs]
         tag = self._tag_of(_input_of(operation))
         receive = self._executor.communicators.receive
         messages = [receive(tensor, peer=operation.receive_from, tag=tag) for tensor in tensors]
@@ -426,7 +427,8 @@ class _StepExecution:
         spec, made = executor.rank.boundaries[operation.layers.start - 1], list[Tensor]()
         for number in self._returned(operation.layers.start - 1):
             gradient = gradients[number]
-            made.append(self._made(torch.zeros, spec.leaves[number]) if gradient is None else gradient)
+            leaf = spec.leaves[number]
+            made.append(self._made(torch.zeros, leaf, operation.micro_batch) if gradient is None else gradient)
         return made
 
     def _gradients(self, operation: Operation, message: Sequence[Tensor] | None) -> Sequence[Tensor | None]:
@@ -501,8 +503,9 @@ class _StepExecution:
             # The workers of the first layer and of the loss may have read them.
             self._stats.draws += 1
 
-    def _made(self, make: Callable[..., Tensor], spec: BoundarySpec) -> Tensor:
-        return make(spec.shape, dtype=spec.dtype, device=self._executor.rank.device)
+    def _made(self, make: Callable[..., Tensor], spec: BoundarySpec, micro_batch: int) -> Tensor:
+        bucket = self._executor.micro_batches.bucket(self._state.step, micro_batch)
+        return make((spec.shapes or (spec.shape,))[bucket], dtype=spec.dtype, device=self._executor.rank.device)
 
 
 def _describe(operation: Operation) -> str:

@@ -18,6 +18,7 @@ import xxhash
 from torch import Tensor
 
 from chameleon_ft.config import Batch, RunConfig
+from chameleon_ft.data.buckets import buckets_of
 from chameleon_ft.data.mixture import sample_order
 from chameleon_ft.data.order import EvaluationOrder
 from chameleon_ft.data.samples import fields_of, load_micro_batch, load_readable
@@ -260,6 +261,8 @@ class MicroBatches:
         self._unread = unread
         self._left_out: frozenset[Draw] = frozenset()
         self._load = lru_cache(KEPT_MICRO_BATCHES)(self._loaded)
+        self._buckets = buckets_of(job)
+        self._bucket = lru_cache(1024)(self._found_bucket)
         self.wait_s = 0.0
 
     def leave_out(self, draws: Iterable[Draw]) -> None:
@@ -285,6 +288,14 @@ class MicroBatches:
         """Return the samples for (step, number of the micro-batch in the global batch of the step)."""
         return self._load(step, micro_batch)
 
+    def bucket(self, step: int, micro_batch: int) -> int:
+        """Return the number of the bucket of a micro-batch; the last one if all have one shape."""
+        return -1 if self._buckets is None else self._bucket(step, micro_batch)
+
+    def _found_bucket(self, step: int, micro_batch: int) -> int:
+        assert self._buckets is not None
+        return self._buckets.number_of(self(step, micro_batch).inputs)
+
     def _loaded(self, step: int, micro_batch: int) -> MicroBatch:
         start = perf_counter()
         read = self._source.read(step, micro_batch)
@@ -301,7 +312,7 @@ class MicroBatches:
         return read._replace(inputs=inputs, targets=targets)
 
     def _reads_of(self, operations: Iterable[Operation]) -> list[int]:
-        return list(dict.fromkeys(each.micro_batch for each in operations if reads_samples(each, self._job)))
+        return list(dict.fromkeys(each.micro_batch for each in operations if needs_samples(each, self._job)))
 
 
 def reads_samples(operation: Operation, job: Job) -> bool:
@@ -311,6 +322,11 @@ def reads_samples(operation: Operation, job: Job) -> bool:
     if operation.last or uses_inputs(operation, job):
         return True
     return bool(job.side_outputs) and any(AUXILIARY in job.side_outputs[layer] for layer in operation.layers)
+
+
+def needs_samples(operation: Operation, job: Job) -> bool:
+    """Return whether a worker needs the samples of an operation, if only because messages have their length."""
+    return buckets_of(job) is not None or reads_samples(operation, job)
 
 
 def uses_inputs(operation: Operation, job: Job) -> bool:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from chameleon_ft.config import RunConfig
 from chameleon_ft.cost.profile import LayerTimes, Spread
+from chameleon_ft.data.buckets import largest_bucket
 from chameleon_ft.data.samples import SamplesInOrder
 from chameleon_ft.job import Job
 from chameleon_ft.models.build import gradient_bytes
@@ -121,6 +122,7 @@ class ModelOnDevice:
 
     def __init__(self, job: Job, config: RunConfig, device: torch.device) -> None:
         size = config.batch.micro_batch_size
+        job = largest_bucket(job)
         self._samples = SamplesInOrder(job.dataset, config.seed, job.collate, is_tolerant=True)
         self._size = size
         self.job = with_fields(job, *self._samples.micro_batch(0, size))

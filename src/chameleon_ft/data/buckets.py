@@ -1,0 +1,115 @@
+"""Samples of different lengths, padded to a few lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Final, Self
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils._pytree import tree_leaves, tree_map
+
+from chameleon_ft.errors import ConfigError
+
+if TYPE_CHECKING:
+    from chameleon_ft.job import Collate, Job
+
+_IGNORED: Final = -100
+"""The label that torch's `cross_entropy` and the labels of transformers leave out."""
+_PADDING: Final = {"labels": _IGNORED, "target": _IGNORED}
+
+
+@dataclass(frozen=True, slots=True)
+class Buckets:
+    """A `collate` that pads each micro-batch to the smallest of some lengths that its longest sample fits into.
+
+    Samples are pairs (input, target), or dicts of fields with labels. Fields that are as long as the first one, or the
+    input, are padded at their end; all others are stacked as they are.
+
+    Attributes:
+        lengths: ascending.
+        padding: by the name of a field, or "input" and "target" of a pair, what it is padded with. Default: -100 for
+            labels and the target, which `cross_entropy` ignores, and 0 for all others.
+        collate: makes a micro-batch of samples before it is padded in dimension 1, such as a data collator of
+            transformers; None: samples are padded to the longest and stacked.
+
+    Raises:
+        ConfigError: the lengths are not ascending numbers from 1 on.
+    """
+
+    lengths: Sequence[int]
+    padding: Mapping[str, float] = field(default_factory=dict)
+    collate: Collate | None = None
+    _is_cut: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lengths", tuple(self.lengths))
+        if not self.lengths or self.lengths[0] < 1 or list(self.lengths) != sorted(set(self.lengths)):
+            raise ConfigError(f"the lengths of buckets are {list(self.lengths)}: give ascending numbers from 1 on")
+
+    def __call__(self, samples: Sequence[Any]) -> tuple[Any, Any] | dict[str, Any]:
+        """Return a micro-batch, as `Job.collate`. Raises ValueError if a sample is longer than the last length."""
+        batch = self._stacked(samples) if self.collate is None else self.collate(list(samples))
+        is_dict = isinstance(batch, Mapping)
+        named = dict(batch) if is_dict else dict(zip(("input", "target"), batch, strict=True))
+        longest = _length(named)
+        length = next((each for each in self.lengths if each >= longest), self.lengths[-1])
+        if longest > length and not self._is_cut:
+            raise ValueError(
+                f"a sample has the length {longest}, and the last bucket {length}; cut it, or add a bucket"
+            )
+
+        def padded(name: str, tensor: Any) -> Any:
+            if not isinstance(tensor, Tensor) or tensor.shape[1:2] != (longest,):
+                return tensor
+            sizes = (*[0] * (2 * tensor.ndim - 3), length - longest)
+            return functional.pad(tensor, sizes, value=self._value(name))
+
+        found = {name: tree_map(lambda each, name=name: padded(name, each), tree) for name, tree in named.items()}
+        return found if is_dict else (found["input"], found["target"])
+
+    def only(self, length: int) -> Self:
+        """Return a `collate` that pads or cuts every micro-batch to one length, to examine a job by."""
+        return replace(self, lengths=(length,), _is_cut=True)
+
+    def number_of(self, inputs: Any) -> int:
+        """Return the number of the bucket that a micro-batch with these inputs is in."""
+        return self.lengths.index(_length(inputs if isinstance(inputs, dict) else {"input": inputs}))
+
+    def _stacked(self, samples: Sequence[Any]) -> Any:
+        is_dict = isinstance(samples[0], Mapping)
+        rows = [dict(each) if is_dict else dict(zip(("input", "target"), each, strict=True)) for each in samples]
+        rows = [{name: torch.as_tensor(value) for name, value in row.items()} for row in rows]
+        lengths = [next(iter(row.values())).shape[:1] for row in rows]
+        found = {
+            name: pad_sequence([row[name] for row in rows], batch_first=True, padding_value=self._value(name))
+            if lengths[0] and all(row[name].shape[:1] == length for row, length in zip(rows, lengths, strict=True))
+            else torch.stack([row[name] for row in rows])
+            for name in rows[0]
+        }
+        return found if is_dict else (found["input"], found["target"])
+
+    def _value(self, name: str) -> float:
+        return self.padding.get(name, _PADDING.get(name, 0))
+
+
+def _length(named: Mapping[str, Any]) -> int:
+    """Return the length of a micro-batch by its inputs, (micro-batch, length, ...)."""
+    tensors = [each for each in tree_leaves(next(iter(named.values()))) if isinstance(each, Tensor) and each.ndim > 1]
+    if not tensors:
+        raise ValueError("the first field of a micro-batch in buckets has no dimension 1, which is its length")
+    return tensors[0].shape[1]
+
+
+def buckets_of(job: Job) -> Buckets | None:
+    """Return the buckets of a job; None if all its micro-batches have one shape."""
+    return job.collate if isinstance(job.collate, Buckets) else None
+
+
+def largest_bucket(job: Job) -> Job:
+    """Return a job whose micro-batches all have the shape of the largest bucket, if it has any."""
+    buckets = buckets_of(job)
+    return job if buckets is None else replace(job, collate=buckets.only(buckets.lengths[-1]))
