@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._pytree import tree_leaves
 
 from chameleon_ft.data import Mixture, sample_order
 from chameleon_ft.data.samples import SamplesInOrder, TokenWindows, load_micro_batch
@@ -160,7 +161,8 @@ class ByNumber:
         for worker in reversed(range(self.workers)):
             for row in range(worker, count, self.workers):
                 inputs, targets = load_micro_batch(self.data, order, first + row, 1)
-                found[row] = int(inputs.flatten()[0]), (inputs.tolist(), targets.tolist())
+                leaves = tree_leaves((inputs, targets))
+                found[row] = int(leaves[0].flatten()[0]), [leaf.tolist() for leaf in leaves]
         self.place = str(first + count).encode()
         return [found[row] for row in range(count)]
 
@@ -176,7 +178,7 @@ def expected(kind: Callable[[int], Any], length: int, count: int) -> list[int]:
     """Return the ids of the first samples, by a loop over the data as a user would write it."""
     ids: list[int] = []
     if not is_stream(data := kind(length)):
-        return [int(data[index][0].flatten()[0]) for index in sample_order(data, SEED).ids_at(0, count)]
+        return [int(tree_leaves(data[index])[0].flatten()[0]) for index in sample_order(data, SEED).ids_at(0, count)]
     for epoch in range(count // length + 1):
         stream = kind(length)
         if isinstance(stream, Shuffled):
