@@ -57,9 +57,12 @@ _SALVAGING: Final = ("chameleon", "reroute")  # policies that complete an interr
 _MOVING: Final = tuple(name for name in get_args(PolicyName) if name not in _WITHOUT_MOVES)
 
 Part = Literal["routed", "experts", "trees", "tied", "frozen", "optimizer", "stream", "best", "recomputed"]
-"""What a run has beside the built-in Llama: routers with auxiliary losses, metrics and sums over the step; mixtures of
-experts; trees between layers; a tied head; frozen layers; an optimizer with groups, several optimizers or averages,
-each by a schedule; its data as a stream; the best of its evaluated states kept; or a first plan that recomputes.
+"""An addition to a run of the built-in Llama.
+
+routed: routers with auxiliary losses, metrics and sums over the step; experts: mixtures of experts; trees: trees of
+tensors between layers; tied: a tied head; frozen: frozen layers; optimizer: parameter groups, several optimizers or
+averages, each with a schedule; stream: data from a stream; best: the best evaluated state is kept; recomputed: the
+first plan recomputes.
 """
 _DRAWN_PARTS: Final = get_args(Part)[:-2]
 

@@ -46,7 +46,7 @@ pytestmark = [
 
 @pytest.fixture
 def compilations() -> Iterator[list[None]]:
-    """What is compiled from now on."""
+    """Return a list that gets an item for each compilation during the test."""
     found: list[None] = []
     tell_of_compilations(lambda: found.append(None))
     yield found

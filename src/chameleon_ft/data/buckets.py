@@ -12,14 +12,13 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_leaves, tree_map
 
+from chameleon_ft.data.samples import IGNORED, LABELS
 from chameleon_ft.errors import ConfigError
 
 if TYPE_CHECKING:
     from chameleon_ft.job import Collate, Job
 
-_IGNORED: Final = -100
-"""The label that torch's `cross_entropy` and the labels of transformers leave out."""
-_PADDING: Final = {"labels": _IGNORED, "target": _IGNORED}
+_PADDING: Final = {LABELS: IGNORED, "target": IGNORED}
 
 
 @dataclass(frozen=True, slots=True)
