@@ -5,20 +5,15 @@ Importing this package imports neither torch nor anything that reads a clock or 
 
 from __future__ import annotations
 
+from chameleon_ft.config.devices import BACKENDS, DEVICES, Backend, BackendName, DeviceLibrary, DeviceName
 from chameleon_ft.config.llama import Data, LlamaConfig, Optimizer
 from chameleon_ft.config.run import LLAMA_JOB, MAX_WORKERS, STAND_IN_JOB, RunConfig, TrainConfig, config_type
 from chameleon_ft.config.saved_state import Checkpoint, Forked, Skip, Snapshots, Store
 from chameleon_ft.config.sections import (
-    BACKENDS,
-    DEVICES,
     LASTING_KINDS,
     SLOWNESS,
-    Backend,
-    BackendName,
     Batch,
     Control,
-    DeviceLibrary,
-    DeviceName,
     Emulation,
     Evaluation,
     Failure,

@@ -9,16 +9,13 @@ from typing import Annotated, Any, Final, Literal, Self
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
+from chameleon_ft.config.devices import BACKENDS, DEVICES, BackendName, DeviceName
 from chameleon_ft.config.llama import Data, LlamaConfig, Optimizer
 from chameleon_ft.config.saved_state import Checkpoint, Forked, Skip, Snapshots, Store
 from chameleon_ft.config.sections import (
-    BACKENDS,
-    DEVICES,
     LASTING_KINDS,
-    BackendName,
     Batch,
     Control,
-    DeviceName,
     Emulation,
     Evaluation,
     Failure,
