@@ -8,6 +8,7 @@ and standbys to the coordinator.
 from __future__ import annotations
 
 import os
+import re
 from typing import Final, Literal, Self
 
 from chameleon_ft.config import BackendName, DeviceName, FailureKind, FailurePhase
@@ -21,9 +22,14 @@ from chameleon_ft.recovery.transition import LayerMove
 
 
 class Message(MessagePart):
-    """Base of all messages; `type` tells them apart."""
+    """Base of all messages; `type` tells them apart: of `StartGeneration` it is "start_generation"."""
 
-    type: str
+    type: str = ""
+
+    def __init_subclass__(cls) -> None:
+        # Before pydantic finds the fields.
+        cls.type = re.sub(r"(?<!^)[A-Z]+", lambda capitals: f"_{capitals[0]}", cls.__name__).lower()
+        cls.__annotations__["type"] = Literal[cls.type]
 
 
 class Acknowledged(Message):
@@ -33,7 +39,6 @@ class Acknowledged(Message):
     counts before it, and none of it counts if the peer has obeyed a higher term. Sent again from time to time.
     """
 
-    type: Literal["acknowledged"] = "acknowledged"
     connection: int  # its number
     received: int  # messages that the coordinator has handled, on this connection and on those that it resumes
     # Of these, those that its journal has, which the peer need not keep for another coordinator; None: all.
@@ -47,7 +52,6 @@ class Acknowledged(Message):
 class Published(Message):
     """Values of the rendezvous store of a generation: those of a group, or the one looked up and others beside it."""
 
-    type: Literal["published"] = "published"
     generation: int
     values: tuple[tuple[str, bytes], ...]  # (key, value)
 
@@ -55,7 +59,6 @@ class Published(Message):
 class Inject(Message):
     """Inject a failure into `worker`: at once, or in `phase` of step `step` or the first one after it."""
 
-    type: Literal["inject"] = "inject"
     worker: int
     kind: FailureKind
     phase: FailurePhase | None = None
@@ -66,7 +69,6 @@ class Inject(Message):
 class Welcome(Message):
     """All that a rank needs to load the job."""
 
-    type: Literal["welcome"] = "welcome"
     config: str  # the run's resolved configuration as TOML
     run: str  # the run directory
     boundaries: tuple[BoundaryMessage, ...]  # output of each layer
@@ -81,14 +83,12 @@ class Welcome(Message):
 class StartGeneration(Message):
     """Form a generation and train it."""
 
-    type: Literal["start_generation"] = "start_generation"
     orders: WorkerOrders
 
 
 class Stop(Message):
     """The generation before `generation` is over: leave every operation and answer with `Quiesced`."""
 
-    type: Literal["stop"] = "stop"
     generation: int
 
 
@@ -98,7 +98,6 @@ class Finish(Message):
     A command sends it to the coordinator, and gets it back as the answer; the coordinator sends it to ranks.
     """
 
-    type: Literal["finish"] = "finish"
     at_once: bool = False  # from a command: without a checkpoint
 
 
@@ -108,7 +107,6 @@ class SaveCheckpoint(Message):
     A command asks for it. The answer is this message with `committed`, or `Refused`.
     """
 
-    type: Literal["save_checkpoint"] = "save_checkpoint"
     committed: int | None = None  # steps that are committed: the checkpoint resumes after them
 
 
@@ -118,7 +116,6 @@ class CheckpointState(Message):
     A command that waits for one asks, because the files of the run do not tell while its disk is full.
     """
 
-    type: Literal["checkpoint_state"] = "checkpoint_state"
     committed: int
     failed: tuple[int, str] | None = None  # (step, why) of the first one that could not be written
     late: str = ""  # why the files of the run lack its newest records; empty if they do not
@@ -130,7 +127,6 @@ class BeginCheckpoint(Message):
     Requests are numbered from 1; a rank answers only the newest.
     """
 
-    type: Literal["begin_checkpoint"] = "begin_checkpoint"
     request: int
 
 
@@ -140,28 +136,24 @@ class Evaluate(Message):
     A command asks for it. The answer is this message with `committed`, or `Refused`.
     """
 
-    type: Literal["evaluate"] = "evaluate"
     committed: int | None = None  # steps that are committed: these or more are trained when it is evaluated
 
 
 class BeginEvaluation(Message):
     """Evaluate after the first step at whose vote all ranks know this request; see `BeginCheckpoint`."""
 
-    type: Literal["begin_evaluation"] = "begin_evaluation"
     request: int
 
 
 class BeginSnapshot(Message):
     """Take a snapshot after the first step at whose vote all ranks know this request; see `BeginCheckpoint`."""
 
-    type: Literal["begin_snapshot"] = "begin_snapshot"
     request: int
 
 
 class SnapshotResolved(Message):
     """The snapshot of `step` is complete, and those before it are not needed any more; or it is given up."""
 
-    type: Literal["snapshot_resolved"] = "snapshot_resolved"
     step: int
     is_complete: bool
 
@@ -172,7 +164,6 @@ class Prepare(Message):
     The `first_step` of the orders is a lower bound: the step of the switch is not known yet.
     """
 
-    type: Literal["prepare"] = "prepare"
     orders: WorkerOrders
 
 
@@ -184,7 +175,6 @@ class Migrate(Message):
     to it, and receives the other parameters once they are updated.
     """
 
-    type: Literal["migrate"] = "migrate"
     generation: int
     moves: tuple[LayerMove, ...]  # of all workers, in the order of arrival at each destination
     slices: tuple[tuple[int, int, int, int, int, int], ...] = ()
@@ -216,14 +206,12 @@ class Migrate(Message):
 class Switch(Message):
     """All ranks have prepared `generation`: begin it once the current step is applied."""
 
-    type: Literal["switch"] = "switch"
     generation: int
 
 
 class Begin(Message):
     """The others have switched to `generation`: a prepared rank that did not train begins it with `first_step`."""
 
-    type: Literal["begin"] = "begin"
     generation: int
     first_step: int
     evaluate: bool = False  # whether it begins with an evaluation
@@ -232,14 +220,12 @@ class Begin(Message):
 class Discard(Message):
     """Give up `generation`, which was being prepared."""
 
-    type: Literal["discard"] = "discard"
     generation: int
 
 
 class Probe(Message):
     """A rank is to answer with its `Position`, an agent with a `ProcessState` for each of its ranks, at once."""
 
-    type: Literal["probe"] = "probe"
     probe: int  # counted from 1; 0 if an agent is asked because a rank's heartbeats are missing
     worker: int | None = None  # with 0: the rank; it is the only one to answer for
 
@@ -247,7 +233,6 @@ class Probe(Message):
 class Exit(Message):
     """End the process: the run is over, or this rank is no longer part of it."""
 
-    type: Literal["exit"] = "exit"
     reason: str
     status: RunStatus | None = None  # how the run has ended; None if it continues without this process
     is_drained: bool = False  # whether it may still write its part of a checkpoint
@@ -267,7 +252,6 @@ class Drain(Message):
     `signal`: which one the agent or the rank has received.
     """
 
-    type: Literal["drain"] = "drain"
     workers: tuple[int, ...] = ()
     host: str | None = None
     signal: Literal["SIGTERM", "SIGHUP"] = "SIGTERM"
@@ -276,7 +260,6 @@ class Drain(Message):
 class Examine(Message):
     """An agent is to answer with `HostExamined` before it may start workers."""
 
-    type: Literal["examine"] = "examine"
     device: DeviceName
     backend: BackendName
     workers: int  # that it may have to start
@@ -288,7 +271,6 @@ class Examine(Message):
 class Spawn(Message):
     """An agent is to start these workers."""
 
-    type: Literal["spawn"] = "spawn"
     members: tuple[Member, ...]
 
     @property
@@ -300,7 +282,6 @@ class Spawn(Message):
 class Adopt(Message):
     """An agent is to look after ranks of its host that have lost their agent, and to end those that are given up."""
 
-    type: Literal["adopt"] = "adopt"
     ranks: tuple[tuple[Member, RankProcess], ...] = ()
     given_up: tuple[RankProcess, ...] = ()  # they may have ended long ago; no rank is started beside them
 
@@ -308,7 +289,6 @@ class Adopt(Message):
 class Kill(Message):
     """An agent is to end `worker` with SIGKILL, or a worker without an agent itself."""
 
-    type: Literal["kill"] = "kill"
     worker: int
     is_hung: bool = False  # if so, send `HangEvidence` first
 
@@ -316,7 +296,6 @@ class Kill(Message):
 class Refused(Message):
     """Answer to a request that is refused."""
 
-    type: Literal["refused"] = "refused"
     reason: str
 
 
@@ -326,7 +305,6 @@ class ReadRunFile(Message):
     A command may read the configuration, the metrics, the events and the plans.
     """
 
-    type: Literal["read_run_file"] = "read_run_file"
     name: str  # relative to the run directory
     offset: int = 0
 
@@ -334,7 +312,6 @@ class ReadRunFile(Message):
 class RunFilePart(Message):
     """Answer to `ReadRunFile`: whole lines, or what there is of the last one."""
 
-    type: Literal["run_file_part"] = "run_file_part"
     content: str
     size: int  # bytes of the whole file, 0 if there is none
 
@@ -342,7 +319,6 @@ class RunFilePart(Message):
 class Hello(Message):
     """First message of a rank."""
 
-    type: Literal["hello"] = "hello"
     member: Member  # as `Spawn` told its agent; of incarnation 0 if a cluster's launcher started it
     host: str
     resumes: int | None = None  # number of the connection that it has lost, as `Acknowledged` gave it
@@ -356,7 +332,6 @@ class Hello(Message):
 class HostHello(Message):
     """First message of an agent."""
 
-    type: Literal["host_hello"] = "host_hello"
     host: str
     slots: int  # workers it can run
     id: str = ""  # drawn by this agent, so that it is recognised though nothing was acknowledged to it
@@ -369,7 +344,6 @@ class HostHello(Message):
 class HostExamined(Message):
     """Answer of an agent to `Examine`."""
 
-    type: Literal["host_examined"] = "host_examined"
     report: HostReport
     request: int = 0  # that of `Examine`
 
@@ -377,7 +351,6 @@ class HostExamined(Message):
 class StandbyHello(Message):
     """First message of a coordinator that stands by, and will listen at `address` once it leads."""
 
-    type: Literal["standby_hello"] = "standby_hello"
     address: str
     term: int = 0  # the highest term of a coordinator that it knows
 
@@ -385,13 +358,10 @@ class StandbyHello(Message):
 class Ready(Message):
     """A rank has loaded the job, and can take part."""
 
-    type: Literal["ready"] = "ready"
-
 
 class WorkerExited(Message):
     """A rank has ended. `exit_code` is negative for a signal, as in `subprocess`; None if its agent has adopted it."""
 
-    type: Literal["worker_exited"] = "worker_exited"
     member: Member
     exit_code: int | None
 
@@ -402,7 +372,6 @@ class ProcessState(Message):
     A read of a sample may keep a process from answering, too: `doing` names it.
     """
 
-    type: Literal["process_state"] = "process_state"
     probe: int
     member: Member
     stopped: bool
@@ -417,7 +386,6 @@ class ProcessState(Message):
 class HangEvidence(Message):
     """An agent's last look at a worker that is given up though its process runs."""
 
-    type: Literal["hang_evidence"] = "hang_evidence"
     member: Member
     process: str  # state and processor time of the process
     activity: str  # its activity file, with the stacks of its threads; empty if it could not be read
@@ -426,7 +394,6 @@ class HangEvidence(Message):
 class Quiesced(Message):
     """A rank has left its operations and waits for `generation`."""
 
-    type: Literal["quiesced"] = "quiesced"
     generation: int
     committed: int  # steps whose update it has applied: the next one is step `committed`
     reduced: bool  # whether it holds the fully reduced gradient of step `committed`
@@ -441,7 +408,6 @@ class Quiesced(Message):
 class Switched(Message):
     """A rank has seen that all hold their part of the new placement, and gives up the old one."""
 
-    type: Literal["switched"] = "switched"
     generation: int
     moved_bytes: int  # state that all workers together have received, in bytes
     transfer_s: float  # seconds from the time its communicators stood
@@ -450,14 +416,12 @@ class Switched(Message):
 class Started(Message):
     """A rank starts its first operation of the generation."""
 
-    type: Literal["started"] = "started"
     generation: int
 
 
 class Committed(Message):
     """A rank has applied the update of `step`."""
 
-    type: Literal["committed"] = "committed"
     generation: int
     step: int
     vote: Vote
@@ -470,7 +434,6 @@ class Committed(Message):
 class Evaluated(Message):
     """The ranks have evaluated the state after `step`; the sums are those over all samples, the same of every rank."""
 
-    type: Literal["evaluated"] = "evaluated"
     generation: int
     step: int
     loss: float
@@ -489,7 +452,6 @@ class Publish(Message):
     of these values as soon as they are there.
     """
 
-    type: Literal["publish"] = "publish"
     generation: int
     key: str
     value: bytes
@@ -499,7 +461,6 @@ class Publish(Message):
 class LookUp(Message):
     """A rank needs the value of a key of the rendezvous store, and is sent `Published` as soon as there is one."""
 
-    type: Literal["look_up"] = "look_up"
     generation: int
     key: str
 
@@ -507,7 +468,6 @@ class LookUp(Message):
 class PeerFailed(Message):
     """A message failed; `peer` is the other end, or None if a collective does not tell."""
 
-    type: Literal["peer_failed"] = "peer_failed"
     generation: int
     peer: int | None
     error: str
@@ -516,7 +476,6 @@ class PeerFailed(Message):
 class StateDiffers(Message):
     """Holders of layers had different states after `step` updates: no rank has applied that step."""
 
-    type: Literal["state_differs"] = "state_differs"
     generation: int
     step: int
     checksums: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
@@ -526,7 +485,6 @@ class StateDiffers(Message):
 class BadStep(Message):
     """A rank has computed a step again whose loss or gradient was bad."""
 
-    type: Literal["bad_step"] = "bad_step"
     generation: int
     step: int
     why: str
@@ -540,7 +498,6 @@ class BadStep(Message):
 class SampleUnread(Message):
     """A rank cannot read a sample, which is left out."""
 
-    type: Literal["sample_unread"] = "sample_unread"
     step: int
     epoch: int  # with `sample`: which draw it is
     sample: int  # its id, or in a stream its number in the epoch
@@ -551,7 +508,6 @@ class SampleUnread(Message):
 class DevicesConnected(Message):
     """A rank's communicators between devices are formed: `kept` are of the generation before, and `formed` are new."""
 
-    type: Literal["devices_connected"] = "devices_connected"
     generation: int
     kept: int
     formed: int
@@ -561,7 +517,6 @@ class DevicesConnected(Message):
 class LoaderEnded(Message):
     """A process that reads samples for a rank has ended by itself, and is replaced."""
 
-    type: Literal["loader_ended"] = "loader_ended"
     loader: str
     doing: str  # empty if nothing was being read
 
@@ -569,7 +524,6 @@ class LoaderEnded(Message):
 class Position(Message):
     """Answer to a probe: the rank's operation and its duration so far."""
 
-    type: Literal["position"] = "position"
     probe: int
     doing: str
     waiting: bool  # whether it waits, for another rank or for memory or disk; otherwise it computes
@@ -588,7 +542,6 @@ LEFT_OUT: Final = "left out, for the one before it is still being written; raise
 class CheckpointSaved(Message):
     """A rank has written `layers` of the checkpoint that resumes at `step`, or could not, because of `error`."""
 
-    type: Literal["checkpoint_saved"] = "checkpoint_saved"
     generation: int  # of the state; state from before a return to a checkpoint is void
     step: int
     layers: tuple[int, ...]
@@ -602,7 +555,6 @@ class CheckpointSaved(Message):
 class CheckpointUnreadable(Message):
     """A rank cannot read its layers of the checkpoint that `generation` begins with, and waits for another one."""
 
-    type: Literal["checkpoint_unreadable"] = "checkpoint_unreadable"
     generation: int
     step: int
     error: str
@@ -613,7 +565,6 @@ class CheckpointUnreadable(Message):
 class SnapshotTaken(Message):
     """A rank has its part of the snapshot of `step`: copies of its own state, and backups of others'."""
 
-    type: Literal["snapshot_taken"] = "snapshot_taken"
     generation: int
     step: int
     held_up_s: float = 0.0  # seconds for which its training has waited for that
@@ -622,7 +573,6 @@ class SnapshotTaken(Message):
 class SlowIO(Message):
     """A rank has been reading or writing for `since_s` seconds, longer than it should take, and is not done."""
 
-    type: Literal["slow_io"] = "slow_io"
     generation: int
     doing: str
     since_s: float
@@ -631,7 +581,6 @@ class SlowIO(Message):
 class Prepared(Message):
     """A rank has prepared `generation`, and holds all layers that migrated to it; or could not, because of `error`."""
 
-    type: Literal["prepared"] = "prepared"
     generation: int
     error: str | None = None
     cannot_migrate: bool = False  # whether that is because layers of the migration before it cannot be received
@@ -640,13 +589,11 @@ class Prepared(Message):
 class Finished(Message):
     """A rank has reached the end of its training, with its checkpoint written."""
 
-    type: Literal["finished"] = "finished"
     generation: int
 
 
 class Crashed(Message):
     """A rank has met an error in the job's code."""
 
-    type: Literal["crashed"] = "crashed"
     error: str
     is_alive: bool = False  # whether it still holds the state before the step, and waits for orders; or else it ends
