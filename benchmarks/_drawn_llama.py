@@ -15,7 +15,8 @@ from torch.optim import lr_scheduler
 from benchmarks._sequence_draws import Part
 from chameleon_ft import auxiliary_loss, log
 from chameleon_ft.config import TrainConfig
-from chameleon_ft.job import Dataset, Job, ModelParameters
+from chameleon_ft.job.datasets import Dataset
+from chameleon_ft.job.job import Job, ModelParameters
 from chameleon_ft.models.llama import llama_job
 from chameleon_ft.optim import NO_DECAY, combined, cosine, ema, groups, matrices, scheduler, vectors, wsd
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from chameleon_ft.config import TrainConfig
-from chameleon_ft.job import Job
+from chameleon_ft.job.job import Job
 from chameleon_ft.models.llama import llama_job
 
 STEPS: Final = {4: "memory", 8: "kernel", 12: "hang"}

@@ -29,7 +29,8 @@ from benchmarks._plain_ranks import attach_gradients, flat_gradient, rank_config
 from chameleon_ft.config import TrainConfig
 from chameleon_ft.data import SampleOrder
 from chameleon_ft.data.samples import load_micro_batch
-from chameleon_ft.job import Job, load_job
+from chameleon_ft.job.job import Job
+from chameleon_ft.job.reference import load_job
 from chameleon_ft.models.build import build_layer
 from chameleon_ft.plan import data_pipeline_plan
 from chameleon_ft.storage.files import FaultLog

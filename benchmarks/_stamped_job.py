@@ -17,7 +17,7 @@ from typing import Literal
 from torch import Tensor, nn
 
 from chameleon_ft.config import TrainConfig
-from chameleon_ft.job import Job
+from chameleon_ft.job.job import Job
 from chameleon_ft.models.llama import llama_job
 
 _FOLDER = "stamps"

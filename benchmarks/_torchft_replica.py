@@ -24,7 +24,7 @@ from benchmarks._plain_ranks import flat_gradient, rank_config
 from chameleon_ft.config import TrainConfig
 from chameleon_ft.data import SampleOrder
 from chameleon_ft.data.samples import load_micro_batch
-from chameleon_ft.job import load_job
+from chameleon_ft.job.reference import load_job
 from chameleon_ft.models.build import build_layer
 from chameleon_ft.storage.files import FaultLog
 

@@ -18,7 +18,7 @@ from scipy.optimize import linear_sum_assignment
 from benchmarks._chameleon import event_lines
 from benchmarks._common import child, write_config
 from chameleon_ft.config import RunConfig
-from chameleon_ft.job import load_job
+from chameleon_ft.job.reference import load_job
 from chameleon_ft.plan import Placement
 from chameleon_ft.recovery.generation import GenerationSpec
 from chameleon_ft.storage.files import RunDirectory

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from chameleon_ft.config import Batch
-from chameleon_ft.job import Job
+from chameleon_ft.job.job import Job
 from chameleon_ft.plan import Placement
 from chameleon_ft.plan.shards import Sharding
 from chameleon_ft.schedule import Operation

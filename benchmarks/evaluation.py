@@ -19,7 +19,7 @@ from benchmarks._common import Bar, Report, Spread, new_folder, report_arguments
 from chameleon_ft import Session
 from chameleon_ft.config import RunConfig
 from chameleon_ft.data.samples import SamplesInOrder
-from chameleon_ft.job import load_job
+from chameleon_ft.job.reference import load_job
 
 _BAR: Final = 1.1
 _STEPS: Final = 6

@@ -30,7 +30,8 @@ from chameleon_ft.cluster import Cluster, Link, Worker
 from chameleon_ft.config import Batch, Parallel, RunConfig
 from chameleon_ft.cost.memory import program_memory
 from chameleon_ft.cost.snapshots import part_bytes, snapshot_memory
-from chameleon_ft.job import Job, load_job
+from chameleon_ft.job.job import Job
+from chameleon_ft.job.reference import load_job
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, RecomputedLayers, Route, data_pipeline_plan
 from chameleon_ft.plan.shards import Sharding, shard_optimizer
 from chameleon_ft.plan.snapshots import Part, lay_out_snapshot

@@ -28,7 +28,7 @@ from benchmarks._common import Bar, Report, Spread, add_most_others, arguments, 
 from benchmarks._neighbours import Neighbours, progress
 from benchmarks._stamped_job import read_stamps
 from chameleon_ft.config import TrainConfig
-from chameleon_ft.job import Job
+from chameleon_ft.job.job import Job
 from chameleon_ft.models.build import build_layer
 from chameleon_ft.models.llama import llama_layers, llama_weights, next_token_loss
 from chameleon_ft.weights import SINGLE

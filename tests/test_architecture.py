@@ -40,7 +40,7 @@ MAY_IMPORT = {
     "clock": set[str](),
     "optim": {"errors", "job"},
     "side_outputs": {"errors"},
-    "trees": {"errors", "job"},
+    "trees": {"errors"},
     "config": {"errors", "registry", "workload"},
     "weights": {"errors"},
     "job": {"errors", "job_arguments", "keys", "config", "weights"},

@@ -10,7 +10,8 @@ from torch import nn
 from chameleon_ft.config import RunConfig
 from chameleon_ft.data import SampleOrder
 from chameleon_ft.data.samples import load_micro_batch
-from chameleon_ft.job import Job, load_job
+from chameleon_ft.job.job import Job
+from chameleon_ft.job.reference import load_job
 from chameleon_ft.models.build import build_layer
 from chameleon_ft.models.checks import boundary_specs
 

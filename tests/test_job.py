@@ -17,9 +17,11 @@ from chameleon_ft.config import LLAMA_JOB, Data, LlamaConfig, RunConfig, TrainCo
 from chameleon_ft.data import SampleOrder, prepare_data
 from chameleon_ft.data.samples import load_micro_batch
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.job import BoundarySpec, Job, check_job_reference, load_job
+from chameleon_ft.job.job import Job
+from chameleon_ft.job.reference import check_job_reference, load_job
 from chameleon_ft.models.build import build_layer
 from chameleon_ft.models.llama import num_parameters
+from chameleon_ft.trees import BoundarySpec
 from tests.golden import refused
 
 RUN = RunConfig()
@@ -273,7 +275,7 @@ def test_a_file_that_fails_is_loaded_anew_once_it_is_repaired(job_file: Path) ->
 
 def test_checking_a_reference_imports_no_torch() -> None:
     code = (
-        "import sys; from chameleon_ft.job import Job, check_job_reference;"
+        "import sys; from chameleon_ft.job.job import Job; from chameleon_ft.job.reference import check_job_reference;"
         f"check_job_reference({LLAMA_JOB!r}); sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.job import ModelParameters
+from chameleon_ft.job.job import ModelParameters
 from chameleon_ft.optim import (
     NO_DECAY,
     adamw,

@@ -19,7 +19,7 @@ from chameleon_ft.config import Batch, Parallel, RunConfig
 from chameleon_ft.data import SampleOrder
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.events.records import StepRecord
-from chameleon_ft.job import Job
+from chameleon_ft.job.job import Job
 from chameleon_ft.keys import init_key, step_key
 from chameleon_ft.storage.files import RunDirectory
 from chameleon_ft.storage.recorder import Recorder, View

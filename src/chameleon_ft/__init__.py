@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from chameleon_ft.config import RunConfig, TrainConfig
     from chameleon_ft.errors import ChameleonError, ConfigError
-    from chameleon_ft.job import BoundarySpec, Job
+    from chameleon_ft.job.job import Job
     from chameleon_ft.session.session import Callback, EarlyStop, Session, load_checkpoint
     from chameleon_ft.side_outputs import auxiliary_loss, log
+    from chameleon_ft.trees import BoundarySpec
     from chameleon_ft.weights import Pieces, Weights
 
 __all__ = [
@@ -42,12 +43,12 @@ __version__ = "0.1.0"
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 _HOME = {
-    "BoundarySpec": "job",
+    "BoundarySpec": "trees",
     "Callback": "session.session",
     "ChameleonError": "errors",
     "ConfigError": "errors",
     "EarlyStop": "session.session",
-    "Job": "job",
+    "Job": "job.job",
     "Pieces": "weights",
     "RunConfig": "config",
     "Session": "session.session",

@@ -21,7 +21,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.job import ModelParameters
+from chameleon_ft.job.job import ModelParameters
 
 __all__ = [
     "NO_DECAY",

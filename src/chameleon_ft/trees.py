@@ -8,17 +8,17 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.job import BoundarySpec
 
 
 def flatten(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
@@ -56,6 +56,76 @@ def mapped(function: Callable[[Tensor], Any], tree: Any) -> Any:
 def is_differentiable(dtype: torch.dtype) -> bool:
     """Return whether a tensor of this type may require a gradient."""
     return dtype.is_floating_point or dtype.is_complex
+
+
+@dataclass(frozen=True, slots=True)
+class BoundarySpec:
+    """The output tensor of a layer for one micro-batch: its shape, micro-batch dimension included, and element type.
+
+    The gradient that comes back has the same shape and type. Of a layer that returns a tree of tensors, this is a leaf.
+
+    Attributes:
+        requires_grad: whether the tensor has a gradient; None: if it is floating-point or complex.
+        shapes: its shape in each of the job's buckets, of which `shape` is the last; empty: it has none.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool | None = None
+    shapes: tuple[tuple[int, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        if any(size < 1 for size in self.shape):
+            raise ConfigError(f"a boundary tensor has the shape {self.shape}: every dimension must be at least 1")
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Self:
+        return cls(tuple(tensor.shape), tensor.dtype)
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether the tensor has a gradient."""
+        return is_differentiable(self.dtype) if self.requires_grad is None else self.requires_grad
+
+    @property
+    def leaves(self) -> tuple[Self]:
+        """The tensors of the output."""
+        return (self,)
+
+    @property
+    def returned(self) -> tuple[int, ...]:
+        """The numbers of the leaves whose gradients come back."""
+        return (0,)
+
+    @property
+    def text(self) -> str:
+        """The type and the shape in words."""
+        return _text(self)
+
+    def flatten(self, output: Any, *, layer: int) -> list[Tensor]:
+        """Return the leaves of the output of a layer. Raises ConfigError if it is not what is expected."""
+        self.require(output, layer=layer)
+        return [output]
+
+    def unflatten(self, leaves: Sequence[Any]) -> Any:
+        """Return the output with these leaves."""
+        return leaves[0]
+
+    def require(self, tensor: Any, *, layer: int, gradient: bool = False) -> None:
+        """Raise ConfigError if `tensor` is not what is expected of the output of `layer`, or of its gradient."""
+        if getattr(tensor, "dtype", None) == self.dtype and tensor.shape in (self.shapes or (self.shape,)):
+            return
+        name = f"the gradient of the output of layer {layer}" if gradient else f"the output of layer {layer}"
+        found = _text(tensor) if hasattr(tensor, "dtype") else f"a {type(tensor).__name__}"
+        raise ConfigError(
+            f"{name} is {found}, but {self.text} is expected, by the job's `boundaries` or by a run of one micro-batch "
+            "before training. A layer must return one shape and type for every micro-batch: at its end cast the "
+            f"result, for example by `.to({self.dtype})`, or pad it; or state in `boundaries` what it returns"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,13 +187,12 @@ def leaf_spec(tensor: Tensor) -> BoundarySpec:
 def described(tree: Any) -> str:
     """Return a tree with the types and shapes of its tensors, as text."""
     leaves, structure = flatten(tree)
-    texts = [
-        f"{str(leaf.dtype).removeprefix('torch.')} of shape {tuple(leaf.shape)}"
-        if isinstance(leaf, Tensor)
-        else type(leaf).__name__
-        for leaf in leaves
-    ]
+    texts = [_text(leaf) if isinstance(leaf, Tensor) else type(leaf).__name__ for leaf in leaves]
     return str(structure.unflatten(texts))
+
+
+def _text(leaf: Tensor | BoundarySpec) -> str:
+    return f"{str(leaf.dtype).removeprefix('torch.')} of shape {tuple(leaf.shape)}"
 
 
 def structure_to_json(structure: pytree.TreeSpec, *, name: str = "a layer") -> str:

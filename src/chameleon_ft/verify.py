@@ -30,7 +30,9 @@ from chameleon_ft.data.streams import POSITION_KEY
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.events.kinds import JobChanged, SampleLeftOut
 from chameleon_ft.events.records import Started, StepRecord
-from chameleon_ft.job import Job, ModelParameters, call_function, load_job
+from chameleon_ft.job.job import Job, ModelParameters
+from chameleon_ft.job.reference import call_function, load_job
+from chameleon_ft.job.stored import read_frozen, read_weights
 from chameleon_ft.keys import init_key, step_key
 from chameleon_ft.side_outputs import SideOutputs, collecting, run_after_step, summed_buffers
 from chameleon_ft.storage.checkpoints import is_complete, layer_part, read_mark, slice_part, sound_checkpoint
@@ -395,7 +397,7 @@ class PlainLoop:
         for number, factory in enumerate(job.layers):
             torch.manual_seed(init_key(config.seed, number))
             self._layers.append(factory().to(self._device).train())
-            job.read_weights(number, self._layers[-1])
+            read_weights(job, number, self._layers[-1])
         for (first, first_name), *copies in job.tied:
             shared = self._layers[first].get_parameter(first_name)
             for layer, name in copies:
@@ -651,7 +653,7 @@ def _stored_layer(
     """
     whole = _read(checkpoints, layer_part(step, layer))
     frozen = whole.get(FROZEN, "")
-    module: dict[str, Any] = {**job().read_frozen(layer, frozen)} if frozen else {}
+    module: dict[str, Any] = {**read_frozen(job(), layer, frozen)} if frozen else {}
     # The slices of a parameter by their first elements, for each key of the optimizer, which is empty for a master.
     pieces = dict[tuple[str, str], dict[int, Any]]()
     slices = read_mark(checkpoints, step).get("slices", ())

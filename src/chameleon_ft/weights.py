@@ -28,8 +28,8 @@ SINGLE: Final = "model.safetensors"
 ADAPTERS: Final = "base_model.model."
 """The beginning of the names that peft gives to parameters of adapters."""
 FROZEN: Final = "frozen"
-"""In the state of a layer: what `Job.frozen_in` says of parameters that are in the job's files, and maybe not in the
-state. Snapshots and checkpoints do not have them."""
+"""In the state of a layer: what `job.stored.frozen_in` says of parameters that are in the job's files, and maybe not in
+the state. Snapshots and checkpoints do not have them."""
 TYPES: Final = {
     "F64": "float64",
     "F32": "float32",
@@ -196,7 +196,7 @@ def _fingerprint(files: tuple[tuple[Path, int, int], ...]) -> str:
 
 
 def frozen_names(described: str) -> Collection[str]:
-    """Return the names of the parameters that `Job.frozen_in` describes."""
+    """Return the names of the parameters that `chameleon_ft.job.stored.frozen_in` describes."""
     return json.loads(described)["parameters"].keys() if described else ()
 
 

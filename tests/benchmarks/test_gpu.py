@@ -15,7 +15,7 @@ from benchmarks._gpu_faults import FAULTY_JOB
 from benchmarks._gpu_parts import SMALL, Result, Subject, config_of
 from chameleon_ft.cluster import Link
 from chameleon_ft.config import LlamaConfig
-from chameleon_ft.job import Job
+from chameleon_ft.job.job import Job
 from chameleon_ft.session.configuration import prepare_data_of
 from chameleon_ft.storage.profiles import profile_of_run, read_profile
 from chameleon_ft.worker.inspection import inspect_job

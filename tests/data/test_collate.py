@@ -16,7 +16,7 @@ from chameleon_ft.config import Evaluation, Loading, Parallel, Recovery
 from chameleon_ft.data import Buckets, SampleOrder
 from chameleon_ft.data.samples import SamplesInOrder, collated, load_micro_batch
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.job import Job
+from chameleon_ft.job.job import Job
 from chameleon_ft.models.checks import boundary_specs, check_evaluation
 from chameleon_ft.models.sample_checks import SampleReads
 from tests.golden import refused

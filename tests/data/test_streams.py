@@ -19,7 +19,8 @@ from chameleon_ft.data import Mixture, sample_order
 from chameleon_ft.data.samples import SamplesInOrder, TokenWindows, load_micro_batch
 from chameleon_ft.data.streams import START, Position, StreamReader
 from chameleon_ft.errors import ConfigError, DataError
-from chameleon_ft.job import Job, is_stream
+from chameleon_ft.job.datasets import is_stream
+from chameleon_ft.job.job import Job
 
 SEED = 7
 Sample = tuple[int, Any]

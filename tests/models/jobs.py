@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from chameleon_ft.config import LlamaConfig
-from chameleon_ft.job import Job
+from chameleon_ft.job.job import Job
 from chameleon_ft.models.llama import llama_layers, next_token_loss
 
 CONFIG = LlamaConfig(

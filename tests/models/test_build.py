@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.job import Job
+from chameleon_ft.job.job import Job
 from chameleon_ft.models.build import (
     blank_layer,
     build_layer,

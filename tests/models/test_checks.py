@@ -23,7 +23,7 @@ from torch.utils.data import Dataset, Subset
 from chameleon_ft.config import RunConfig
 from chameleon_ft.data import SampleOrder
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.job import BoundarySpec, Job
+from chameleon_ft.job.job import Job
 from chameleon_ft.models import sample_checks
 from chameleon_ft.models.build import param_bytes
 from chameleon_ft.models.checks import (
@@ -36,6 +36,7 @@ from chameleon_ft.models.optimizer_checks import check_learning_rate
 from chameleon_ft.models.precision import loss_and_terms, terms_of
 from chameleon_ft.models.sample_checks import SampleReads
 from chameleon_ft.optim import scheduler
+from chameleon_ft.trees import BoundarySpec
 from chameleon_ft.worker.inspection import inspect_job
 from tests.golden import refused
 

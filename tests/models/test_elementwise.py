@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from chameleon_ft.config import Parallel, RunConfig
-from chameleon_ft.job import Job, ModelParameters
+from chameleon_ft.job.job import Job, ModelParameters
 from chameleon_ft.models.optimizer import state_bytes, undivided_optimizer
 from chameleon_ft.optim import adamw, combined
 from chameleon_ft.worker.inspection import inspect_job

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.job import BoundarySpec
 from chameleon_ft.models.checks import _is_close, boundary_specs
+from chameleon_ft.trees import BoundarySpec
 from tests.golden import refused
 from tests.models.jobs import LLAMA, Zeros, make_job
 

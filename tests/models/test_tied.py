@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.job import Job
+from chameleon_ft.job.job import Job
 from chameleon_ft.models.build import build_layer, tied_bytes
 from tests.golden import refused
 from tests.models.jobs import LLAMA, Zeros, make_job

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from chameleon_ft import Job
 from chameleon_ft.data.samples import TokenWindows, collated
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.job import Precision
+from chameleon_ft.job.computation import Precision
 from chameleon_ft.models.precision import with_declared
 from chameleon_ft.models.transformers import causal_loss, causal_terms, next_token_loss, next_token_terms
 from chameleon_ft.models.transformers_walk import Walk

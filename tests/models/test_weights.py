@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from chameleon_ft import ConfigError, Job, Pieces, Weights
-from chameleon_ft.job import Precision
+from chameleon_ft.job.computation import Precision
 from chameleon_ft.models.build import build_layer, initial_layer
 from chameleon_ft.models.llama import llama_layers, llama_weights
 from chameleon_ft.models.weights import check_weights

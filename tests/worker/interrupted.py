@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from chameleon_ft.config import Batch
-from chameleon_ft.job import Job
+from chameleon_ft.job.job import Job
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, RecomputedLayers, Route
 from chameleon_ft.plan.rest import StepProgress
 from chameleon_ft.schedule import Operation, OperationKind, best_program

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from chameleon_ft.config import Batch, LlamaConfig, RunConfig
-from chameleon_ft.job import Job, Precision
+from chameleon_ft.job.computation import Precision
+from chameleon_ft.job.job import Job
 from chameleon_ft.models.llama import Block, Embedding, Head, next_token_loss
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.worker.profiling.layers import ModelOnDevice, ResidentLayers, sized_layer

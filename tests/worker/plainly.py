@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from chameleon_ft.job import Job
+from chameleon_ft.job.job import Job
 from chameleon_ft.keys import init_key
 
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from chameleon_ft.config import RunConfig
-from chameleon_ft.job import Job, Precision
+from chameleon_ft.job.computation import Precision
+from chameleon_ft.job.job import Job
 from chameleon_ft.optim import adamw
 from chameleon_ft.plan import LayerRange, Placement
 from chameleon_ft.plan.shards import Sharding, shard_optimizer

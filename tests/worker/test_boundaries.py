@@ -10,10 +10,10 @@ import torch
 
 from chameleon_ft.config import Parallel, RunConfig
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.job import BoundarySpec
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
 from chameleon_ft.schedule import Operation, OperationKind
 from chameleon_ft.sync import gradient_segments
+from chameleon_ft.trees import BoundarySpec
 from chameleon_ft.worker.inspection import inspect_job
 from tests.golden import refused
 from tests.harness import PATIENT, assert_trained_as_if_nothing_failed, train_here
@@ -26,7 +26,7 @@ from functools import partial
 import torch
 from torch import nn
 from chameleon_ft import Job
-from chameleon_ft.job import BoundarySpec
+from chameleon_ft.trees import BoundarySpec
 
 class Layer(nn.Module):
     def __init__(self):

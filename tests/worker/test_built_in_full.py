@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from chameleon_ft.config import Batch, Checkpoint, Parallel, Recovery, RunConfig
-from chameleon_ft.job import Job
+from chameleon_ft.job.job import Job
 from tests.harness import PATIENT, assert_as_the_plain_loop, fails, resume_here, train_here
 
 

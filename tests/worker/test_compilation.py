@@ -15,7 +15,8 @@ from torch import nn
 
 from chameleon_ft.config import Batch, LlamaConfig, Parallel, RunConfig
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.job import Compile, Job
+from chameleon_ft.job.computation import Compile
+from chameleon_ft.job.job import Job
 from chameleon_ft.models.checks import boundary_specs
 from chameleon_ft.models.compilation import tell_of_compilations
 from chameleon_ft.models.sample_checks import first_micro_batch

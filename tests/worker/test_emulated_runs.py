@@ -12,7 +12,7 @@ from chameleon_ft.cluster import Link
 from chameleon_ft.config import Batch, Emulation, Failure, Parallel, Recovery, RunConfig
 from chameleon_ft.cost.profile import Fingerprint, Profile
 from chameleon_ft.errors import ConfigError, ProfileError
-from chameleon_ft.job import load_job
+from chameleon_ft.job.reference import load_job
 from chameleon_ft.lab.stand_in import stand_in, stand_in_scale
 from chameleon_ft.plan import data_pipeline_plan
 from chameleon_ft.report.comparison import compare_generations

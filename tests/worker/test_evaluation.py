@@ -15,7 +15,8 @@ from chameleon_ft.config import Batch, Checkpoint, Evaluation, Parallel, RunConf
 from chameleon_ft.data import read_sample
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.events.records import Evaluation as Evaluated
-from chameleon_ft.job import Job, load_job
+from chameleon_ft.job.job import Job
+from chameleon_ft.job.reference import load_job
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
 from chameleon_ft.schedule import OperationKind, best_program, forwards_of
 from chameleon_ft.storage.checkpoints import named_step

@@ -16,7 +16,8 @@ from torch.nn import functional
 from chameleon_ft.config import Batch, Evaluation, Parallel
 from chameleon_ft.data import SampleOrder
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.job import Job, Precision
+from chameleon_ft.job.computation import Precision
+from chameleon_ft.job.job import Job
 from chameleon_ft.models.checks import boundary_specs, check_evaluation, check_loss
 from chameleon_ft.models.fields import with_fields
 from chameleon_ft.models.sample_checks import SampleReads, first_micro_batch

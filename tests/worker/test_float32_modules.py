@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from chameleon_ft.config import RunConfig
-from chameleon_ft.job import Precision
+from chameleon_ft.job.computation import Precision
 from chameleon_ft.models.checks import boundary_specs
 from chameleon_ft.models.precision import cast_layer
 from tests.golden import message

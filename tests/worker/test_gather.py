@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from chameleon_ft.job import Job
+from chameleon_ft.job.job import Job
 from chameleon_ft.plan.shards import UNITS
 from chameleon_ft.worker.communicators.base import CommunicationError, InFlight
 from chameleon_ft.worker.execution import gather

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from chameleon_ft.config import Batch, Parallel, Recovery, RunConfig, Snapshots
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.job import Job
+from chameleon_ft.job.job import Job
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.sync import Segment
 from chameleon_ft.worker.execution.backward import input_gradient

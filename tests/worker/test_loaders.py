@@ -18,7 +18,7 @@ import torch
 from chameleon_ft.config import Batch, Loading, RunConfig
 from chameleon_ft.data import SampleOrder
 from chameleon_ft.events.kinds import LoaderEnded
-from chameleon_ft.job import Job
+from chameleon_ft.job.job import Job
 from chameleon_ft.worker.communicators.base import CommunicationError
 from chameleon_ft.worker.execution.micro_batches import DatasetReads, EvaluationReads, RunReads
 from chameleon_ft.worker.loaders import PrefetchedReads, _load

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from chameleon_ft.config import Batch, Parallel, RunConfig
 from chameleon_ft.data import SampleOrder
-from chameleon_ft.job import Job
+from chameleon_ft.job.job import Job
 from chameleon_ft.keys import init_key
 from chameleon_ft.verify import Verification, repeat_run
 from tests.harness import PATIENT, TOLERANCE, fails, train_here

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from chameleon_ft.config import Batch, RunConfig
-from chameleon_ft.job import Job, Precision
+from chameleon_ft.job.computation import Precision
+from chameleon_ft.job.job import Job
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
 from chameleon_ft.plan.shards import UNITS, Sharding, SliceMove, shard_optimizer
 from chameleon_ft.protocol.messages import Migrate

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from chameleon_ft.config import Batch, Health, Parallel, Recovery, RunConfig, Snapshots
-from chameleon_ft.job import Job, ModelParameters
+from chameleon_ft.job.job import Job, ModelParameters
 from chameleon_ft.models.build import build_layer
 from chameleon_ft.optim import NO_DECAY, combined, cosine, ema, groups, matrices, scheduler, vectors
 from chameleon_ft.sync import Segment

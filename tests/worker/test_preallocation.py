@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from chameleon_ft.job import Job
+from chameleon_ft.job.job import Job
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
 from chameleon_ft.schedule import best_program
 from chameleon_ft.sync import gradient_segments

@@ -16,7 +16,8 @@ from torch.nn import functional
 
 from chameleon_ft.config import Batch, LlamaConfig, Parallel, Recovery, RunConfig
 from chameleon_ft.data import SampleOrder
-from chameleon_ft.job import BoundarySpec, Job, Precision
+from chameleon_ft.job.computation import Precision
+from chameleon_ft.job.job import Job
 from chameleon_ft.keys import init_key, step_key
 from chameleon_ft.models.build import gradient_bytes, param_bytes, tensor_bytes, tied_bytes
 from chameleon_ft.models.checks import boundary_specs
@@ -25,6 +26,7 @@ from chameleon_ft.models.precision import cast_layer
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, RecomputedLayers, Route, data_pipeline_plan
 from chameleon_ft.schedule import best_program
 from chameleon_ft.sync import Segment, gradient_segments, tied_segments
+from chameleon_ft.trees import BoundarySpec
 from chameleon_ft.worker.communicators.base import Communicators, InFlight
 from chameleon_ft.worker.execution.backward import input_gradient
 from chameleon_ft.worker.execution.commit import CommitContext, Committer, ComputedStep, StateCheck, StateDiffersError

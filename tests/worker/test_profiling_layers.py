@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from chameleon_ft.job import Job
+from chameleon_ft.job.job import Job
 from chameleon_ft.models.llama import Block
 from chameleon_ft.worker.execution.micro_batches import KEPT_MICRO_BATCHES
 from chameleon_ft.worker.profiling.layers import Hop, held_in_phases, measure_layers, operation_overhead_s

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from chameleon_ft.config import Batch, LlamaConfig
-from chameleon_ft.job import Job
+from chameleon_ft.job.job import Job
 from chameleon_ft.models.llama import llama_layers, next_token_loss
 from chameleon_ft.models.recomputation import recomputable
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, RecomputedLayers, Route, data_pipeline_plan

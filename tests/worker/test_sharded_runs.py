@@ -15,7 +15,7 @@ from torch import nn
 from chameleon_ft.config import Checkpoint, FailurePhase, Parallel, RunConfig, TrainConfig
 from chameleon_ft.events.lines import Record
 from chameleon_ft.events.records import JoinRecord
-from chameleon_ft.job import Job, ModelParameters
+from chameleon_ft.job.job import Job, ModelParameters
 from chameleon_ft.launch.live_run import inject
 from chameleon_ft.models.llama import llama_job
 from chameleon_ft.optim import combined, matrices

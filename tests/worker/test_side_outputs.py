@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from chameleon_ft import auxiliary_loss, log
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.job import Job
+from chameleon_ft.job.job import Job
 from chameleon_ft.models.checks import boundary_specs
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.side_outputs import collecting, summed_buffers

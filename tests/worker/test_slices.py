@@ -21,7 +21,7 @@ from chameleon_ft.config import LlamaConfig, Parallel
 from chameleon_ft.cost.memory import workload_memory
 from chameleon_ft.data.corpus import prepare_data
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.job import Job
+from chameleon_ft.job.job import Job
 from chameleon_ft.models.llama import llama_job
 from chameleon_ft.plan import LayerRange, Placement
 from chameleon_ft.plan.shards import shard_optimizer

@@ -13,7 +13,7 @@ from chameleon_ft.data import SampleOrder, read_sample
 from chameleon_ft.events.kinds import Waiting
 from chameleon_ft.events.lines import Record
 from chameleon_ft.events.records import StepRecord
-from chameleon_ft.job import load_job
+from chameleon_ft.job.reference import load_job
 from chameleon_ft.storage.recorder import View
 from tests.harness import assert_trained_as_if_nothing_failed, fails, resume_here, train_job
 from tests.worker.plainly import losses_of_next_tokens

@@ -13,7 +13,7 @@ from torch.nn import functional
 from chameleon_ft.config import Batch, Checkpoint, LlamaConfig, Parallel, Recovery, TrainConfig
 from chameleon_ft.data import SampleOrder
 from chameleon_ft.data.samples import load_micro_batch
-from chameleon_ft.job import load_job
+from chameleon_ft.job.reference import load_job
 from chameleon_ft.models.build import build_layer
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.sync import Segment

@@ -13,7 +13,7 @@ from chameleon_ft import Job, load_checkpoint
 from chameleon_ft.config import Batch, LlamaConfig, Parallel, Recovery, RunConfig, TrainConfig, config_to_toml
 from chameleon_ft.data import SampleOrder, sample_order
 from chameleon_ft.data.samples import load_micro_batch
-from chameleon_ft.job import load_job
+from chameleon_ft.job.reference import load_job
 from chameleon_ft.models.build import initial_layer
 from chameleon_ft.models.transformers import causal_terms, next_token_loss
 from chameleon_ft.models.transformers_walk import Walk

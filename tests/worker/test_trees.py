@@ -16,12 +16,13 @@ from torch.nn import functional
 from chameleon_ft.config import Evaluation, Parallel
 from chameleon_ft.data import SampleOrder
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.job import BoundarySpec, Job, Precision
+from chameleon_ft.job.computation import Precision
+from chameleon_ft.job.job import Job
 from chameleon_ft.models.checks import boundary_specs, check_evaluation, check_loss
 from chameleon_ft.plan import Hop, LayerRange, Route
 from chameleon_ft.plan.plan import RecomputedLayers
 from chameleon_ft.schedule import Operation, OperationKind
-from chameleon_ft.trees import BoundaryTree, flatten, leaves_of, structure_from_json, structure_to_json
+from chameleon_ft.trees import BoundarySpec, BoundaryTree, flatten, leaves_of, structure_from_json, structure_to_json
 from chameleon_ft.worker.execution.backward import SavedActivations
 from chameleon_ft.worker.execution.layers import HeldLayers
 from chameleon_ft.worker.inspection import boundary_of_message, boundary_to_message

@@ -14,7 +14,7 @@ from benchmarks._worker_memory import Alone, peak_of_allocator, peak_of_storages
 from chameleon_ft.cluster import Cluster, Link, Worker
 from chameleon_ft.config import Batch
 from chameleon_ft.cost.memory import program_memory
-from chameleon_ft.job import Job
+from chameleon_ft.job.job import Job
 from chameleon_ft.plan import Plan, RecomputedLayers, data_pipeline_plan
 from chameleon_ft.schedule import CostModel, best_program, list_schedule
 from chameleon_ft.workload import LayerCost, Workload

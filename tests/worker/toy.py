@@ -14,7 +14,7 @@ from torch.nn import functional
 from chameleon_ft.config import Batch
 from chameleon_ft.data import SampleOrder
 from chameleon_ft.data.samples import load_micro_batch
-from chameleon_ft.job import Job
+from chameleon_ft.job.job import Job
 from chameleon_ft.models.build import build_layer, seed_forward
 from chameleon_ft.models.checks import boundary_specs
 from chameleon_ft.side_outputs import auxiliary_loss, log

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from chameleon_ft.job import Job
+from chameleon_ft.job.job import Job
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.storage.files import FaultLog
 from chameleon_ft.worker.execution.layers import HeldLayers

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chameleon_ft.job import Job
+from chameleon_ft.job.job import Job
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.recovery.transition import PlannedTransition, placement_of, plan_transition
 from chameleon_ft.storage.files import FaultLog

@@ -16,7 +16,8 @@ from chameleon_ft.data.samples import IGNORED, LABELS
 from chameleon_ft.errors import ConfigError
 
 if TYPE_CHECKING:
-    from chameleon_ft.job import Collate, Job
+    from chameleon_ft.job.datasets import Collate
+    from chameleon_ft.job.job import Job
 
 _PADDING: Final = {LABELS: IGNORED, "target": IGNORED}
 

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 from chameleon_ft.data.order import SampleOrder
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.job import is_stream
+from chameleon_ft.job.datasets import is_stream
 from chameleon_ft.keys import Purpose, random_key
 
 if TYPE_CHECKING:
-    from chameleon_ft.job import Dataset, TensorPair
+    from chameleon_ft.job.datasets import Dataset, TensorPair
 
 
 @dataclass(frozen=True, slots=True)

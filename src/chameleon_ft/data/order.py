@@ -11,7 +11,7 @@ from chameleon_ft.errors import ConfigError
 from chameleon_ft.keys import Purpose, random_key, seeded
 
 if TYPE_CHECKING:
-    from chameleon_ft.job import Dataset, TensorPair
+    from chameleon_ft.job.datasets import Dataset, TensorPair
 
 _ROUNDS = 8
 _WORD = (1 << 64) - 1

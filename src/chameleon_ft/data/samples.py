@@ -21,14 +21,14 @@ from chameleon_ft.data.streams import START, StreamReader
 from chameleon_ft.data.text import find_text, read_text
 from chameleon_ft.data.token_files import Place, map_place, place_of
 from chameleon_ft.errors import ConfigError, DataError
-from chameleon_ft.job import is_stream
+from chameleon_ft.job.datasets import is_stream
 from chameleon_ft.keys import Purpose, random_key, seeded
 
 if TYPE_CHECKING:
     from chameleon_ft.data.mixture import MixtureOrder
     from chameleon_ft.data.order import SampleOrder
     from chameleon_ft.data.token_files import TokenArray, Tokens
-    from chameleon_ft.job import Collate, Dataset
+    from chameleon_ft.job.datasets import Collate, Dataset
 
 
 INPUT_IDS: Final = "input_ids"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from chameleon_ft.cost.profile import Profile
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.job import Job
+from chameleon_ft.job.job import Job
 from chameleon_ft.optim import adamw
 from chameleon_ft.storage.profiles import read_profile
 

@@ -17,7 +17,7 @@ from typing import Any, Final
 from torch import Tensor, nn
 
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.job import Job
+from chameleon_ft.job.job import Job
 from chameleon_ft.models.build import build_on_meta
 from chameleon_ft.weights import ADAPTERS, StoredName, Weights
 

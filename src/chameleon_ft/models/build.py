@@ -22,12 +22,13 @@ from torch.nn.parameter import UninitializedParameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from chameleon_ft.errors import ConfigError
+from chameleon_ft.job.stored import frozen_in, names_read, read_weights
 from chameleon_ft.keys import generator_lock, init_key, step_key
 from chameleon_ft.models.precision import cast_layer
 from chameleon_ft.weights import frozen_names
 
 if TYPE_CHECKING:
-    from chameleon_ft.job import Job
+    from chameleon_ft.job.job import Job
 
 
 class OtherGenerators:
@@ -180,13 +181,12 @@ def initial_layer(job: Job, layer: int, seed: int) -> nn.Module:
 
     Parameters that are all read from files are not initialised before. Raises ConfigError if the files cannot be read.
     """
-    weights = job.weights
-    if weights is None or weights.path is None:
+    if job.weights is None or job.weights.path is None:
         return build_layer(job, layer, seed)
-    parameters = [job.stored_as(layer, name) for name, _ in build_on_meta(job, layer).named_parameters()]
-    is_whole = all(stored is not None and weights.is_read(stored) for stored in parameters)
+    parameters = [name for name, _ in build_on_meta(job, layer).named_parameters()]
+    is_whole = len(names_read(job, layer, parameters)) == len(parameters)
     module = blank_layer(job, layer, seed) if is_whole else build_layer(job, layer, seed)
-    job.read_weights(layer, module)
+    read_weights(job, layer, module)
     return module
 
 
@@ -303,14 +303,14 @@ def gradient_bytes(job: Job) -> tuple[int, ...]:
 
 
 def frozen_bytes(job: Job) -> tuple[int, ...]:
-    """Return the bytes of each layer's parameters that are read again and not kept, as `Job.frozen_in` says.
+    """Return the bytes of each layer's parameters that are read again and not kept, as `frozen_in` says.
 
     Raises as `param_bytes`, or ConfigError if the job's files cannot be read.
     """
     found = []
     for layer in range(job.num_layers):
         module, _ = _cast_on_meta(job, layer)
-        names = frozen_names(job.frozen_in(layer, module))
+        names = frozen_names(frozen_in(job, layer, module))
         found.append(sum(module.get_parameter(name).nbytes for name in names))
     return tuple(found)
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from chameleon_ft.data.order import EvaluationOrder, read_sample
 from chameleon_ft.data.samples import SamplesInOrder, collated, fields_of, is_pair, load_micro_batch
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.job import BoundarySpec, Job
+from chameleon_ft.job.job import Job
 from chameleon_ft.job_record import Fact
 from chameleon_ft.keys import generator_lock, generators_kept
 from chameleon_ft.models.build import (
@@ -40,6 +40,7 @@ from chameleon_ft.models.sample_checks import first_micro_batch
 from chameleon_ft.side_outputs import SideOutputs, collecting, run_after_step, summed_buffers
 from chameleon_ft.trees import (
     Boundary,
+    BoundarySpec,
     boundary_of,
     described,
     flatten,

@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from chameleon_ft.job import Compile
+from chameleon_ft.job.computation import Compile
 from chameleon_ft.side_outputs import UNCOMPILED
 from chameleon_ft.trees import mapped
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from chameleon_ft.data.samples import INPUT_IDS, LABELS, MASK, fields_of
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.job import Job
+from chameleon_ft.job.job import Job
 from chameleon_ft.models.build import build_on_meta
 from chameleon_ft.models.precision import arguments_of
 

@@ -14,7 +14,7 @@ import torch
 
 import chameleon_ft
 from chameleon_ft.config import RunConfig
-from chameleon_ft.job import Job
+from chameleon_ft.job.job import Job
 from chameleon_ft.job_record import FROZEN_FILES, Fact, JobRecord
 from chameleon_ft.models.build import build_on_meta, frozen_bytes
 from chameleon_ft.models.optimizer import ModelOptimizer, names_of_state

@@ -21,14 +21,14 @@ from torch.nn import functional
 from chameleon_ft.data.corpus import load_sources
 from chameleon_ft.data.mixture import Mixture
 from chameleon_ft.data.samples import TokenWindows
-from chameleon_ft.job import Job
+from chameleon_ft.job.job import Job
 from chameleon_ft.models.recomputation import recomputable
 from chameleon_ft.optim import adamw, warmup_cosine
 from chameleon_ft.weights import Weights
 
 if TYPE_CHECKING:
     from chameleon_ft.config import LlamaConfig, TrainConfig
-    from chameleon_ft.job import Dataset
+    from chameleon_ft.job.datasets import Dataset
 
 
 _INIT_STD = 0.02

@@ -28,7 +28,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_leaves
 
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.job import Job, ModelParameters
+from chameleon_ft.job.job import Job, ModelParameters
 from chameleon_ft.keys import generator_lock
 from chameleon_ft.models.build import build_on_meta, measure_layers, tensor_bytes
 from chameleon_ft.models.precision import parameter_like

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.job import Job
+from chameleon_ft.job.job import Job
 from chameleon_ft.models.build import digest
 from chameleon_ft.models.optimizer import ModelOptimizer, Place, different_values
 from chameleon_ft.models.precision import parameter_like

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.job import Job, Precision
+from chameleon_ft.job.computation import Precision
+from chameleon_ft.job.job import Job
 from chameleon_ft.trees import leaves_of, mapped
 
 _SENSITIVE: Final = ("norm", "router", "a_log", "inv_freq")

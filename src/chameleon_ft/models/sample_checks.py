@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_leaves
 from chameleon_ft.data.mixture import describe_order, sample_order
 from chameleon_ft.data.samples import SamplesInOrder, collated, is_pair
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.job import Job, is_stream
+from chameleon_ft.job.datasets import is_stream
+from chameleon_ft.job.job import Job
 from chameleon_ft.job_record import Fact, JobRecord
 from chameleon_ft.models.build import content_of
 from chameleon_ft.models.job_record import sketch

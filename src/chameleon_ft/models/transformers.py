@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from chameleon_ft.data.samples import IGNORED
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.job import Job
+from chameleon_ft.job.job import Job
 from chameleon_ft.models.transformers_walk import Walk
 from chameleon_ft.weights import INDEX, SINGLE, Pieces, StoredName, Weights, files_of, names_of
 

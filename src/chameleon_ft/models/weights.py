@@ -10,7 +10,7 @@ from typing import Final
 from torch import Tensor
 
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.job import Job
+from chameleon_ft.job.job import Job
 from chameleon_ft.models.build import build_on_meta, state_tensors
 from chameleon_ft.weights import (
     INDEX,

@@ -47,7 +47,7 @@ class JobInfo:
     state_bytes: tuple[
         int, ...
     ]  # bytes that move with each layer: updated tensors, persistent buffers, optimizer state
-    frozen_bytes: tuple[int, ...] = ()  # of the parameters that checkpoints leave out; see `Job.frozen_in`
+    frozen_bytes: tuple[int, ...] = ()  # of the parameters that checkpoints leave out; see `frozen_in`
     tied: tuple[TiedParameters, ...] = ()  # parameters that layers share
     undivided: str = ""  # name of the optimizer, if holders can share its state by whole parameters only
     hints: tuple[str, ...] = ()  # what seems wrong with the job, and does not prevent a run

@@ -14,7 +14,7 @@ from typing import Final
 from chameleon_ft.config import RunConfig
 from chameleon_ft.errors import ChameleonError, RunFailedError
 from chameleon_ft.host.fork_server import end_with_parent
-from chameleon_ft.job import call_function
+from chameleon_ft.job.reference import call_function
 from chameleon_ft.session.configuration import CALLBACK, split_callback
 from chameleon_ft.session.session import Callback, Callbacks, Session
 from chameleon_ft.worker.inspection import users_errors

@@ -205,7 +205,7 @@ def _absolute_callback(text: str) -> str:
 
 def absolute_job(reference: str, kind: str = "job") -> str:
     """Return a job reference with its file path, if any, made absolute. Raises ConfigError if there is no such job."""
-    from chameleon_ft.job import check_job_reference
+    from chameleon_ft.job.reference import check_job_reference
 
     check_job_reference(reference, kind)
     location, colon, function = reference.rpartition(":")

@@ -13,7 +13,9 @@ from chameleon_ft.clock import unix_s
 from chameleon_ft.config import RunConfig
 from chameleon_ft.events.records import FORMAT, RunStatus, Started, StepRecord
 from chameleon_ft.host.fork_server import Terminated
-from chameleon_ft.job import Job, is_stream, load_job
+from chameleon_ft.job.datasets import is_stream
+from chameleon_ft.job.job import Job
+from chameleon_ft.job.reference import load_job
 from chameleon_ft.launch.coordinator import EXIT_CODES
 from chameleon_ft.report.terminal import TerminalView
 from chameleon_ft.storage.checkpoints import sound_checkpoint

@@ -20,7 +20,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.job import Job, load_job
+from chameleon_ft.job.job import Job
+from chameleon_ft.job.reference import load_job
+from chameleon_ft.job.stored import read_frozen
 from chameleon_ft.models.adapters import merge_adapters
 from chameleon_ft.session.configuration import NamedStep, checkpoint_of
 from chameleon_ft.storage.checkpoints import read_mark
@@ -165,7 +167,7 @@ def stored_tensors(
                 "with the job that wrote it"
             )
         if not adapters:
-            tensors |= job.read_frozen(layer, frozen)
+            tensors |= read_frozen(job, layer, frozen)
         tensors |= {name: averages[f"{layer}.{name}"] for name in tensors if f"{layer}.{name}" in averages}
         if merge:
             tensors = merge_adapters(job, layer, tensors)

@@ -35,7 +35,7 @@ from chameleon_ft.storage.files import RunDirectory
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from chameleon_ft.job import Job
+    from chameleon_ft.job.job import Job
     from chameleon_ft.session.export import Export, ExportFormat, ExportType
 
 _POLL_S: Final = 0.05

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from chameleon_ft.job import Job
+from chameleon_ft.job.job import Job
 from chameleon_ft.schedule import Operation
 from chameleon_ft.trees import Boundary
 from chameleon_ft.worker.control_client import Activity

@@ -16,7 +16,7 @@ from torch import Tensor, distributed
 
 from chameleon_ft.config import BACKENDS, DEVICES, RunConfig
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.job import Compile
+from chameleon_ft.job.computation import Compile
 from chameleon_ft.models.compilation import missing_compiler
 from chameleon_ft.registry import imported
 from chameleon_ft.worker.communicators.base import Communicators

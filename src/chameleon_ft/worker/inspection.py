@@ -17,7 +17,9 @@ from chameleon_ft.data.buckets import Buckets, buckets_of, largest_bucket
 from chameleon_ft.errors import ChameleonError, ConfigError
 from chameleon_ft.events.evidence import place_of
 from chameleon_ft.host.fork_server import Terminated
-from chameleon_ft.job import RESERVED_METRICS, BoundarySpec, Job, is_stream, load_job
+from chameleon_ft.job.datasets import RESERVED_METRICS, is_stream
+from chameleon_ft.job.job import Job
+from chameleon_ft.job.reference import load_job
 from chameleon_ft.job_arguments import as_setting
 from chameleon_ft.job_record import Fact
 from chameleon_ft.models.build import frozen_bytes, gradient_bytes, layers_built_in_full, param_bytes, tied_bytes
@@ -40,6 +42,7 @@ from chameleon_ft.quantities import data_size
 from chameleon_ft.side_outputs import AUXILIARY
 from chameleon_ft.trees import (
     Boundary,
+    BoundarySpec,
     BoundaryTree,
     boundary_of,
     leaf_spec,

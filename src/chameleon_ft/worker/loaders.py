@@ -35,7 +35,7 @@ from torch import Tensor
 
 from chameleon_ft.config import RunConfig
 from chameleon_ft.host.fork_server import end_with, exit_immediately, name_process, terminations
-from chameleon_ft.job import Job
+from chameleon_ft.job.job import Job
 from chameleon_ft.job_record import Fact
 from chameleon_ft.worker.execution.bad_steps import describe_error, noting
 from chameleon_ft.worker.execution.micro_batches import MicroBatch, RunReads, SampleSource, place_of

@@ -31,7 +31,7 @@ from chameleon_ft.host.fork_server import (
     terminations,
 )
 from chameleon_ft.host.processes import start_time
-from chameleon_ft.job import is_stream
+from chameleon_ft.job.datasets import is_stream
 from chameleon_ft.models.compilation import tell_of_compilations
 from chameleon_ft.protocol.address import CoordinatorAccess, require_worker_ports
 from chameleon_ft.protocol.job_info import LOOPBACK

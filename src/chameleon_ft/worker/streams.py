@@ -41,7 +41,7 @@ from chameleon_ft.worker.mover import Mover
 from chameleon_ft.worker.state_transfer.layer_messages import receive_state, send_state
 
 if TYPE_CHECKING:
-    from chameleon_ft.job import Job
+    from chameleon_ft.job.job import Job
 
 Place = tuple[int, int]
 """Of a sample in a stream: (epoch, its number in that)."""

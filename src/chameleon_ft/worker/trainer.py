@@ -10,7 +10,7 @@ from functools import partial
 
 from chameleon_ft.config import RunConfig
 from chameleon_ft.errors import CheckpointError, ControlError, DamagedCheckpointError
-from chameleon_ft.job import is_stream
+from chameleon_ft.job.datasets import is_stream
 from chameleon_ft.protocol.messages import (
     Begin,
     CheckpointUnreadable,

@@ -9,7 +9,7 @@ from typing import Annotated
 from chameleon_ft.cli.arguments import Page, StartArguments, page_beside, parse_start, with_page_address
 from chameleon_ft.config import RunConfig
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.job import arguments_of_job
+from chameleon_ft.job.reference import arguments_of_job
 from chameleon_ft.session.configuration import AUTO, RunRequest
 from chameleon_ft.session.start import prepare_run
 

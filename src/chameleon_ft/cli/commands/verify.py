@@ -13,7 +13,7 @@ from typing_extensions import Doc
 
 from chameleon_ft.cli.arguments import RunPath, parse_arguments
 from chameleon_ft.events.kinds import JobChanged
-from chameleon_ft.job import check_job_reference
+from chameleon_ft.job.reference import check_job_reference
 from chameleon_ft.storage.checkpoints import complete_checkpoints, read_mark
 from chameleon_ft.storage.files import RunDirectory
 from chameleon_ft.storage.stores import checkpoint_storage

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from chameleon_ft.data.samples import MASK
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.job import BoundarySpec, Job
+from chameleon_ft.job.job import Job
 from chameleon_ft.keys import generators_kept
 from chameleon_ft.models.optimizer import ModelOptimizer
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.schedule import Operation, OperationKind
-from chameleon_ft.trees import Boundary, is_differentiable, leaves_of
+from chameleon_ft.trees import Boundary, BoundarySpec, is_differentiable, leaves_of
 from chameleon_ft.worker.execution.backward import SavedActivations
 from chameleon_ft.worker.execution.layers import HeldLayers
 from chameleon_ft.worker.execution.micro_batches import MicroBatch

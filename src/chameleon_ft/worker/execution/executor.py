@@ -18,11 +18,11 @@ from torch import Tensor
 
 from chameleon_ft.cost.memory import MessageBuffers
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.job import BoundarySpec, sample_count
+from chameleon_ft.job.job import sample_count
 from chameleon_ft.keys import generator_lock
 from chameleon_ft.models.precision import loss_and_terms, terms_of
 from chameleon_ft.schedule import Operation, OperationKind
-from chameleon_ft.trees import leaves_of
+from chameleon_ft.trees import BoundarySpec, leaves_of
 from chameleon_ft.worker.communicators.base import Channel, Communicators, InFlight, Kind, tag_of
 from chameleon_ft.worker.context import RankContext
 from chameleon_ft.worker.control_client import Activity

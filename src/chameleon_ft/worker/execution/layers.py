@@ -30,7 +30,9 @@ from torch import Tensor, nn
 
 from chameleon_ft.data.streams import POSITION_KEY, START
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.job import Job, is_stream
+from chameleon_ft.job.datasets import is_stream
+from chameleon_ft.job.job import Job
+from chameleon_ft.job.stored import frozen_in, read_frozen
 from chameleon_ft.keys import generator_lock
 from chameleon_ft.models.build import blank_layer, initial_layer, seed_forward
 from chameleon_ft.models.compilation import runner
@@ -88,7 +90,7 @@ class HeldLayer:
         fixed: The other persistent buffers, which no forward may change: module, name there, and name in the layer.
         side_names: Of its auxiliary losses and metrics; see `SideOutputs.names`.
         side: The sums of those over the step; None if there is nothing.
-        frozen: Describes the parameters that can be read again, as `Job.frozen_in`.
+        frozen: Describes the parameters that can be read again, as `frozen_in`.
     """
 
     module: nn.Module
@@ -105,7 +107,7 @@ class HeldLayer:
     def initial(cls, job: Job, layer: int, *, seed: int, device: torch.device) -> Self:
         """Build a layer with the parameters that a run begins with. Raises ConfigError if they cannot be read."""
         own = cls._of(job, layer, initial_layer(job, layer, seed), device)
-        return replace(own, frozen=job.frozen_in(layer, own.module))
+        return replace(own, frozen=frozen_in(job, layer, own.module))
 
     @classmethod
     def blank(cls, job: Job, layer: int, *, seed: int, device: torch.device, is_divided: bool = False) -> Self:
@@ -534,7 +536,7 @@ class HeldLayers:
         """
         frozen = state.get(FROZEN, "")
         if any(f"module/{name}" not in state for name in frozen_names(frozen)):
-            read = self._job.read_frozen(layer, frozen)
+            read = read_frozen(self._job, layer, frozen)
             state = {**state, **{f"module/{name}": value for name, value in read.items()}}
         # A resumed job may train them now.
         is_frozen = self._layers[layer].updated.keys().isdisjoint(frozen_names(frozen))

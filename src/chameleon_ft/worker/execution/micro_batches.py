@@ -22,7 +22,8 @@ from chameleon_ft.data.buckets import buckets_of
 from chameleon_ft.data.mixture import sample_order
 from chameleon_ft.data.order import EvaluationOrder
 from chameleon_ft.data.samples import fields_of, load_micro_batch, load_readable
-from chameleon_ft.job import Dataset, Job, is_stream
+from chameleon_ft.job.datasets import Dataset, is_stream
+from chameleon_ft.job.job import Job
 from chameleon_ft.models.fields import require_padding_at_end
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.schedule import Operation, OperationKind

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.job import Job
+from chameleon_ft.job.job import Job
 from chameleon_ft.models.optimizer import ModelOptimizer
 from chameleon_ft.models.precision import parameter_like
 from chameleon_ft.plan.shards import UNITS

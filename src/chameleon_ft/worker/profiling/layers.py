@@ -25,7 +25,7 @@ from chameleon_ft.config import RunConfig
 from chameleon_ft.cost.profile import LayerTimes, Spread
 from chameleon_ft.data.buckets import largest_bucket
 from chameleon_ft.data.samples import SamplesInOrder
-from chameleon_ft.job import Job
+from chameleon_ft.job.job import Job
 from chameleon_ft.models.build import gradient_bytes
 from chameleon_ft.models.checks import boundary_specs
 from chameleon_ft.models.fields import with_fields

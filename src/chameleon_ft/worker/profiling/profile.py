@@ -8,7 +8,7 @@ from collections.abc import Callable
 from chameleon_ft.config import RunConfig
 from chameleon_ft.cost.profile import Profile
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.job import load_job
+from chameleon_ft.job.reference import load_job
 from chameleon_ft.worker.device import claim_device, worker_memory_bytes
 from chameleon_ft.worker.inspection import inspect_job, users_errors
 from chameleon_ft.worker.profiling.layers import ModelOnDevice, measure_layers

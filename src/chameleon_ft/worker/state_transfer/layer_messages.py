@@ -28,7 +28,7 @@ import xxhash
 from torch import Tensor
 
 from chameleon_ft.errors import ControlError
-from chameleon_ft.job import Job
+from chameleon_ft.job.job import Job
 from chameleon_ft.models.build import tensor_bytes
 from chameleon_ft.worker.communicators.base import CommunicationError, Communicators, InFlight
 from chameleon_ft.worker.device import is_host_memory
