@@ -21,7 +21,7 @@ from chameleon_ft.recovery.generation import GenerationSpec
 from chameleon_ft.storage.checkpoints import complete_checkpoints
 from chameleon_ft.storage.files import RunDirectory
 from chameleon_ft.storage.plans import read_generation_plans
-from chameleon_ft.verify import TOLERANCES, Verification, repeat_run
+from chameleon_ft.verify.verification import TOLERANCES, Verification, repeat_run
 
 EVALUATION_TOLERANCES: Final = {"fp32": 1e-6, "bf16": 2e-3}
 """Largest relative deviation of an evaluation from that of the plain loop, by precision."""

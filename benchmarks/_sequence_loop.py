@@ -11,7 +11,7 @@ from chameleon_ft.config import RunConfig
 from chameleon_ft.data import read_sample
 from chameleon_ft.job.job import Job
 from chameleon_ft.models.precision import as_loss_input
-from chameleon_ft.verify import PlainLoop, PlainStep
+from chameleon_ft.verify.plain_loop import PlainLoop, PlainStep
 
 
 @dataclass

@@ -48,7 +48,7 @@ from chameleon_ft.launch.live_run import drain
 from chameleon_ft.plan import Plan, RecomputedLayers, data_pipeline_plan
 from chameleon_ft.storage.files import RunDirectory
 from chameleon_ft.storage.recorder import View
-from chameleon_ft.verify import TOLERANCES
+from chameleon_ft.verify.verification import TOLERANCES
 from tests.harness import small_config, train_here
 from tests.mounts import small_disk
 

@@ -37,7 +37,7 @@ from chameleon_ft.launch.live_run import inject
 from chameleon_ft.plan import data_pipeline_plan
 from chameleon_ft.storage.files import RunDirectory
 from chameleon_ft.storage.recorder import View
-from chameleon_ft.verify import Verification, repeat_run
+from chameleon_ft.verify.verification import Verification, repeat_run
 from tests.harness import Ended, fails, small_config, train_here
 
 _PARTS: Final = ("losses", "steps")

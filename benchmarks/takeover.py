@@ -54,7 +54,7 @@ from chameleon_ft.config import (
     load_config,
 )
 from chameleon_ft.storage.files import FaultLog, RunDirectory
-from chameleon_ft.verify import Verification, repeat_run
+from chameleon_ft.verify.verification import Verification, repeat_run
 from tests.harness import Command, small_config
 
 _KINDS: Final = ("training", "checkpoint", "worker", "recovery", "join")

@@ -54,7 +54,7 @@ from chameleon_ft.protocol.messages import Exit
 from chameleon_ft.storage.files import ControlAddress, RunDirectory
 from chameleon_ft.storage.plans import read_generation_plans
 from chameleon_ft.storage.recorder import View
-from chameleon_ft.verify import TOLERANCES, Verification, repeat_run
+from chameleon_ft.verify.verification import TOLERANCES, Verification, repeat_run
 from tests.forked import ForkedCommand
 from tests.stored import event_lines
 from tests.undivided import undivided

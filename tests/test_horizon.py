@@ -10,7 +10,7 @@ from chameleon_ft.config import Batch, Parallel, RunConfig
 from chameleon_ft.job.job import Job
 from chameleon_ft.job.reference import load_job
 from chameleon_ft.optim import warmup_cosine
-from chameleon_ft.verify import Verification, repeat_run
+from chameleon_ft.verify.verification import Verification, repeat_run
 from tests.harness import resume_here, small_config, train_here
 from tests.worker.toy import toy_job
 

@@ -23,7 +23,8 @@ from chameleon_ft.job.job import Job
 from chameleon_ft.keys import init_key, step_key
 from chameleon_ft.storage.files import RunDirectory
 from chameleon_ft.storage.recorder import Recorder, View
-from chameleon_ft.verify import Verification, _share, repeat_run
+from chameleon_ft.verify.plain_loop import _share
+from chameleon_ft.verify.verification import Verification, repeat_run
 from tests.golden import message, refused
 from tests.report.records import run_info
 

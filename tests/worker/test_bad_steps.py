@@ -18,7 +18,7 @@ from chameleon_ft.data import SampleOrder
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.plan.vote import Vote
 from chameleon_ft.storage.checkpoints import complete_checkpoints
-from chameleon_ft.verify import Verification, repeat_run
+from chameleon_ft.verify.verification import Verification, repeat_run
 from chameleon_ft.worker.execution.bad_steps import BadStepError, RecentSteps, Repetition
 from tests.harness import (
     PATIENT,

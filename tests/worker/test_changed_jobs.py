@@ -13,7 +13,7 @@ from chameleon_ft.launch.local import train
 from chameleon_ft.session.configuration import RunRequest
 from chameleon_ft.session.start import prepare_run
 from chameleon_ft.storage.files import RunDirectory
-from chameleon_ft.verify import Verification, repeat_run
+from chameleon_ft.verify.verification import Verification, repeat_run
 from tests.harness import TOLERANCE, Ended
 from tests.test_job_record import BLOCKS, JOB
 

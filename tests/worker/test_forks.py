@@ -15,7 +15,7 @@ from chameleon_ft.session.configuration import RunRequest
 from chameleon_ft.session.start import prepare_run
 from chameleon_ft.storage.checkpoints import complete_checkpoints
 from chameleon_ft.storage.files import RunDirectory
-from chameleon_ft.verify import Verification, repeat_run
+from chameleon_ft.verify.verification import Verification, repeat_run
 from tests.harness import TOLERANCE, Ended, small_config, train_here
 
 

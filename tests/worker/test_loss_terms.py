@@ -16,7 +16,7 @@ from chameleon_ft.config import Batch, Parallel, RunConfig
 from chameleon_ft.data import SampleOrder
 from chameleon_ft.job.job import Job
 from chameleon_ft.keys import init_key
-from chameleon_ft.verify import Verification, repeat_run
+from chameleon_ft.verify.verification import Verification, repeat_run
 from tests.harness import PATIENT, TOLERANCE, fails, train_here
 
 SAMPLES, STEPS, BATCH = 108, 9, Batch(micro_batches=6, micro_batch_size=2)

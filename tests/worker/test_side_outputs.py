@@ -19,7 +19,7 @@ from chameleon_ft.job.job import Job
 from chameleon_ft.models.checks import boundary_specs
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.side_outputs import collecting, summed_buffers
-from chameleon_ft.verify import PlainLoop
+from chameleon_ft.verify.plain_loop import PlainLoop
 from chameleon_ft.worker.execution.layers import HeldLayers
 from tests.golden import message, refused
 from tests.harness import assert_trained_as_if_nothing_failed, fails, train_job

@@ -22,7 +22,7 @@ from chameleon_ft.storage.checkpoints import sound_checkpoint
 from chameleon_ft.storage.files import RunDirectory
 from chameleon_ft.storage.recorder import Recorder
 from chameleon_ft.storage.stores import checkpoint_storage
-from chameleon_ft.verify import PlainLoop
+from chameleon_ft.verify.plain_loop import PlainLoop
 
 
 def train_in_one_process(config: RunConfig, *, run: RunDirectory, resume: bool) -> int:

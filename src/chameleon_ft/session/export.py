@@ -28,7 +28,7 @@ from chameleon_ft.session.configuration import NamedStep, checkpoint_of
 from chameleon_ft.storage.checkpoints import read_mark
 from chameleon_ft.storage.files import RunDirectory
 from chameleon_ft.storage.stores import Directory, Storage
-from chameleon_ft.verify import stored_weights
+from chameleon_ft.verify.stored_state import stored_weights
 from chameleon_ft.weights import ADAPTERS, FROZEN, INDEX, SINGLE, Weights, frozen_names, names_of, views_of
 from chameleon_ft.worker.checkpoint import read_layer, single_process
 from chameleon_ft.worker.inspection import users_errors

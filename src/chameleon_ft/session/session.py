@@ -399,7 +399,7 @@ def load_checkpoint(run: str | Path, step: NamedStep = None, *, average: str = "
         CheckpointError: There is no such checkpoint, or it is damaged.
         ConfigError: The optimizer keeps no averages; or the files with the frozen parameters are missing, or others.
     """
-    from chameleon_ft.verify import stored_weights
+    from chameleon_ft.verify.stored_state import stored_weights
     from chameleon_ft.worker.inspection import users_errors
 
     directory = RunDirectory.open(Path(run))

@@ -57,7 +57,7 @@ def main(arguments: Sequence[str]) -> int:
     from rich.console import Console
     from rich.progress import track
 
-    from chameleon_ft.verify import TOLERANCES, UsersLoop, Verification, repeat_run
+    from chameleon_ft.verify.verification import TOLERANCES, UsersLoop, Verification, repeat_run
     from chameleon_ft.worker.device import require_devices
     from chameleon_ft.worker.inspection import load_examined, users_errors
 
