@@ -418,6 +418,37 @@ def test_tensors_are_of_the_device_and_contiguous() -> None:
     abort(first, second)
 
 
+def test_some_members_shrink_a_communicator_without_the_others() -> None:
+    first, lost, second = ranks = formed(3)
+    for each in ranks:
+        each.allreduce([on(1.0)])
+    streams.synchronize()
+    assert lost._communicator is not None
+    lost._communicator.abort()
+    with ThreadPoolExecutor(2) as pool:
+        smaller = [made.result() for made in [pool.submit(each.shrink, [1]) for each in (first, second)]]
+    tensors = [on(1.0), on(2.0)]
+    for group, tensor in zip(smaller, tensors, strict=True):
+        group.allreduce([tensor])
+    streams.synchronize()
+    assert [tensor.tolist() for tensor in tensors] == [[3.0] * 3] * 2
+    with pytest.raises(ValueError, match="excluded"):
+        first.shrink([0, 1])
+    waiting = in_thread(lambda: first.shrink([1]))
+    assert not waiting.done(), "it needs all that are left"
+    second.shrink([1])
+    waiting.result()
+    abort(*ranks, *smaller)
+
+
+def test_communicators_take_streams_in_turn() -> None:
+    options = ProcessGroup.Options()
+    options.is_high_priority_stream = True
+    made = [ProcessGroup(c10d.PrefixStore(f"{next(_number)}", _STORE), 0, 1, options) for _ in range(33)]
+    assert made[0]._stream == made[32]._stream
+    assert made[0]._stream != made[1]._stream
+
+
 def test_a_broadcast_and_a_maximum() -> None:
     ranks = formed(3)
     tensors = [on(float(rank)) for rank in range(3)]

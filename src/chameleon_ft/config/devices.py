@@ -25,6 +25,8 @@ class DeviceLibrary:
         process_group: the place of its process group, a class like torch's `ProcessGroupNCCL`.
         abort: the method of a process group that ends its operations, and its arguments; empty if there is none.
         is_nonblocking: True if a communicator can be formed in the background, by ``Options.config.blocking = 0``.
+        stream_priority: the priority at which its communicators take the streams of torch in turn; None if each has one
+            of its own, or this is not known.
         environment: variables that are set before it is used, in which {} stands for the seconds that a communicator
             may take to form.
     """
@@ -32,6 +34,7 @@ class DeviceLibrary:
     process_group: str
     abort: tuple[str, ...] = ("abort",)
     is_nonblocking: bool = False
+    stream_priority: int | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -86,6 +89,8 @@ BACKENDS: Final = Registry[Backend](
             library=DeviceLibrary(
                 process_group="torch._C._distributed_c10d:ProcessGroupNCCL",
                 is_nonblocking=True,
+                # The most urgent that torch has, or that the device has if these are fewer.
+                stream_priority=-3,
                 environment={
                     # Torch's own watchdog would end the process when an operation fails.
                     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",

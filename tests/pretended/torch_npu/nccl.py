@@ -11,6 +11,11 @@ first four are pages of https://docs.nvidia.com/deeplearning/nccl/user-guide/doc
 - usage/communicators.html: creation needs all members. It returns at once if the communicator is not blocking. A lost
   peer, or one that aborts, leaves the operations of the others held until they abort, too; they are of no use then.
 - api/comms.html (ncclCommAbort): an abort ends what is in flight, whose outputs are garbage, and no other communicator.
+- api/comms.html (ncclCommShrink): some members of a communicator form another, without the rest, which may be lost.
+  Nothing may be in flight. Torch waits for it on the host, with the lock of the larger one:
+  https://github.com/pytorch/pytorch/blob/main/torch/csrc/distributed/c10d/NCCLUtils.cpp (NCCLComm::shrink)
+- Each communicator takes the next of the 32 streams of the most urgent priority, whether or not it is in use:
+  https://github.com/pytorch/pytorch/blob/main/c10/cuda/CUDAStream.cpp (getStreamFromPool)
 - A rank that shares its device with another one is refused, except by NCCL_MULTI_RANK_GPU_ENABLE=1:
   https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html
 - Operations run on a stream of the group, behind what is on the current stream. `wait` puts the current stream behind
@@ -180,6 +185,36 @@ class ProcessGroup:
 
         return self._launch(run, None if self._rank == root else held)
 
+    @property
+    def supports_shrinking(self) -> bool:
+        return True
+
+    def shrink(
+        self, ranks_to_exclude: Sequence[int], shrink_flags: int = 0, opts_override: Options | None = None
+    ) -> ProcessGroup:
+        """Form a communicator of the others, over the connections of this one, and wait for that."""
+        left = [rank for rank in range(self._size) if rank not in ranks_to_exclude]
+        if not ranks_to_exclude or self._rank not in left or not set(ranks_to_exclude) < set(range(self._size)):
+            raise ValueError(f"ranks {ranks_to_exclude} cannot be excluded by rank {self._rank}")
+        if shrink_flags:
+            raise NotImplementedError("SHRINK_ABORT")
+        with self._in_use:
+            parent = self._formed()
+            child = ProcessGroup(self._store, left.index(self._rank), len(left), opts_override or self._options)
+            made = child._communicator = _Communicator(child._rank, child._size)
+
+            def root() -> Any:
+                self._drain()
+                if child._rank:
+                    return _take(parent.to(left[0]))
+                for peer in left[1:]:
+                    _put(parent.to(peer), made.address)
+                return made.address
+
+            made.form(root)
+            child._formed()
+        return child
+
     def abort(self) -> None:
         """End what is in flight, and every later call; return once the stream has passed all of it."""
         with self._in_use:
@@ -206,8 +241,12 @@ class ProcessGroup:
 
     def _begin_to_form(self) -> None:
         if self._communicator is None:
-            # Waits for the store; there is nothing yet that an abort could end.
-            made = _Communicator(self._store, self._rank, self._size)
+            made = _Communicator(self._rank, self._size)
+            # The identifier of the communicator, for which torch waits on the host; an abort could end nothing yet.
+            if self._rank == 0:
+                self._store.set("unique-id", json.dumps(made.address))
+            root = json.loads(self._store.get("unique-id"))
+            made.form(lambda: root)
             with self._in_use:
                 self._communicator = made
                 if self._is_aborted:
@@ -253,7 +292,7 @@ class ProcessGroup:
 class _Communicator:
     """The connections of a rank to all others, which a thread makes."""
 
-    def __init__(self, store: Store, rank: int, size: int) -> None:
+    def __init__(self, rank: int, size: int) -> None:
         self.is_formed = threading.Event()
         self.is_aborted = threading.Event()
         self.error = ""
@@ -263,11 +302,11 @@ class _Communicator:
         self._sockets: list[socket.socket] = []
         self._peers: dict[int, socket.socket] = {}
         self._listener = self._owned(socket.create_server((_own_address(), 0)))
-        # The identifier of the communicator, for which torch waits on the host.
-        if rank == 0:
-            store.set("unique-id", json.dumps(self._listener.getsockname()))
-        root = json.loads(store.get("unique-id"))
-        threading.Thread(target=self._form, args=(tuple(root),), name="nccl-bootstrap", daemon=True).start()
+        self.address = self._listener.getsockname()
+
+    def form(self, root: Callable[[], Any]) -> None:
+        """Begin to connect all members; `root` returns the address of the first, once it is known."""
+        threading.Thread(target=self._form, args=(root,), name="nccl-bootstrap", daemon=True).start()
 
     def to(self, peer: int) -> socket.socket:
         return self._peers[peer]
@@ -291,14 +330,15 @@ class _Communicator:
                 _shut_down(made)
         return made
 
-    def _form(self, root: tuple[str, int]) -> None:
+    def _form(self, root: Callable[[], Any]) -> None:
         try:
             own = {
                 "rank": self._rank,
-                "address": self._listener.getsockname(),
+                "address": self.address,
                 "device": f"{socket.gethostname()} {os.environ.get('PRETENDED_NPU', '0')}",
             }
-            members = self._joined(root, own) if self._rank else self._gathered(own)
+            first = root()
+            members = self._joined(first, own) if self._rank else self._gathered(own)
             if self.error:
                 self.is_formed.set()
                 return
@@ -326,7 +366,7 @@ class _Communicator:
             _put(connection, [self.error, in_order])
         return in_order
 
-    def _joined(self, root: tuple[str, int], own: Any) -> Any:
+    def _joined(self, root: Sequence[Any], own: Any) -> Any:
         connection = self._peers[0] = self._connected(root)
         _put(connection, own)
         self.error, members = _take(connection)

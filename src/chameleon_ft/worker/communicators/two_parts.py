@@ -16,9 +16,12 @@ kind differ by the facts in `DeviceLibrary`.
   before: a kernel of the model behind an aborted receive would run on garbage.
 - An operation that does not count may still write, until it is aborted. So its memory is held until then.
 - Torch has few streams of each priority, and takes them in turn. Those that watch, and those that compute, must be none
-  of the library's, which may be held by a message that is posted ahead.
+  of the library's, which may be held by a message that is posted ahead; and no two communicators may have one.
 - A communicator with nothing in flight when its generation is interrupted serves the next one, if all its members say
-  so and have issued equally many operations on it. The others are aborted.
+  so and have issued equally many operations on it. Of a group that has lost members it is shrunk to those that are
+  left, where the library can do that. The others are aborted.
+- Torch waits for a communicator that is being formed with a lock that its abort needs. So the members tell each other
+  through host memory that they have begun, and only then use it: what is left is the time that forming takes.
 - To interrupt is to abort communicators at the same time, from threads: one after the other, an abort may wait for
   a kernel that only another abort would end. Where a library has no abort, the process ends if something is in flight,
   and this worker counts as lost.
@@ -26,14 +29,17 @@ kind differ by the facts in `DeviceLibrary`.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
 import time
+import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, Final, Self
 
 import torch
@@ -59,6 +65,8 @@ from chameleon_ft.worker.device import exclusive_stream
 _ProcessGroup = Any  # torch's stubs of a backend leave out send, recv and allreduce
 _Key = Channel | tuple[int, ...]
 """A channel, or a group that reduces."""
+_Draw = Callable[[], torch.Stream]
+"""Takes the next stream of the pool."""
 
 # The pause between two looks at an event grows with the time that has passed, so that it delays a wait by little.
 _MIN_PAUSE_S: Final = 2e-5
@@ -98,17 +106,19 @@ class TwoPartCommunicators:
             raise CommunicationError(None, self._error)
 
     def send(self, tensor: Tensor, *, peer: int, tag: int, stands_for_bytes: int | None = None) -> InFlight:
-        if (kind := kind_on_device(tag)) is None:
+        if (made := self._between(self._worker, peer, tag)) is None:
             return self._host.send(tensor, peer=peer, tag=tag, stands_for_bytes=stands_for_bytes)
-        return self._formed(Channel(self._worker, peer, kind)).send(tensor, peer)
+        return made.send(tensor, peer)
 
     def receive(self, tensor: Tensor, *, peer: int, tag: int) -> InFlight:
-        if (kind := kind_on_device(tag)) is None:
+        if (made := self._between(peer, self._worker, tag)) is None:
             return self._host.receive(tensor, peer=peer, tag=tag)
-        return self._formed(Channel(peer, self._worker, kind)).receive(tensor, peer)
+        return made.receive(tensor, peer)
 
     def all_reduce(self, tensor: Tensor, group: tuple[int, ...]) -> InFlight:
-        return self._formed(group).all_reduce(tensor)
+        made = self._formed(group)
+        assert made is not None, "only channels are left out"
+        return made.all_reduce(tensor)
 
     def vote(self, ballot: Tensor, group: tuple[int, ...]) -> InFlight:
         return self._host.vote(ballot, group)
@@ -127,10 +137,15 @@ class TwoPartCommunicators:
         self.interrupt()
         self._host.close()
 
-    def _formed(self, key: _Key) -> _Communicator:
+    def _between(self, sender: int, receiver: int, tag: int) -> _Communicator | None:
+        """Return the communicator that carries a message; None if it goes through host memory."""
+        kind = kind_on_device(tag)
+        return None if kind is None else self._formed(Channel(sender, receiver, kind))
+
+    def _formed(self, key: _Key) -> _Communicator | None:
         if key not in self._device.formed:
             self.settle()
-        return self._device.formed[key]
+        return self._device.formed.get(key)
 
     def _form(self, membership: Membership) -> None:
         try:
@@ -164,6 +179,8 @@ class DevicePart:
         self._timeouts = timeouts
         # Any thread may form them, and each has a current device of its own.
         self._device = device
+        priority = library.stream_priority
+        self._draw: _Draw | None = None if priority is None else partial(torch.Stream, device, priority=priority)
         self._interrupted = threading.Event()
         self._lock = threading.Lock()
         self._num_kept = 0
@@ -184,15 +201,30 @@ class DevicePart:
             each: f"channel-{each.sender}-{each.receiver}-{each.kind}" for each in sorted(membership.channels)
         }
         names |= {group: f"group-{index}" for index, group in enumerate(membership.groups) if worker in group}
+        peers = {member for key in names for member in _members_of(key)} - {worker}
         made: dict[_Key, _Communicator] = {}
-        self._take_over(tuple(names), worker, host)
-        self._num_kept = len(self.formed)
-        for key, name in names.items():
-            if key not in self.formed:
-                own = c10d.PrefixStore(f"generation-{generation}/device-{name}", store)
-                members = _members_of(key)
-                made[key] = self._make(key, own, members.index(worker), len(members), generation=generation)
-        for key, communicator in made.items():
+        with _KEPT_LOCK:
+            kept = dict(_KEPT)
+            _KEPT.clear()
+        try:
+            origins = self._agreed(names, kept, worker, host)
+            _abort([kept.pop(key) for key in tuple(kept) if key not in origins.values()])
+            taken = {
+                key: kept.pop(key).of_generation(self._interrupted) for key, origin in origins.items() if origin == key
+            }
+            self._add(taken)
+            self.formed |= taken
+            self._num_kept = len(self.formed)
+            for key, origin in origins.items():
+                if origin is None:
+                    own = c10d.PrefixStore(f"generation-{generation}/device-{names[key]}", store)
+                    members = _members_of(key)
+                    made[key] = self._make(key, own, members.index(worker), len(members), generation=generation)
+            _exchanged({peer: torch.zeros(1) for peer in peers}, host)
+            shrunk = self._shrink(kept, origins, generation)
+        finally:
+            _abort(kept.values())
+        for key, communicator in {**made, **shrunk}.items():
             element = torch.zeros(1, device=self._device)
             if not isinstance(key, Channel):
                 first = communicator.all_reduce(element)
@@ -221,42 +253,49 @@ class DevicePart:
             made, self._made = self._made, {}
         _abort(made.values())
 
-    def _take_over(self, keys: Sequence[_Key], worker: int, host: Communicators) -> None:
-        """Take over what has outlived its generation, if all members have it in the same state; abort the rest."""
-        with _KEPT_LOCK:
-            kept = dict(_KEPT)
-            _KEPT.clear()
-        numbers = {key: kept[key].number if key in kept else -1 for key in keys}
-        peers = sorted({member for key in keys for member in _members_of(key)} - {worker})
-        shared = {peer: [key for key in keys if peer in _members_of(key)] for peer in peers}
-        own = {peer: torch.tensor([numbers[key] for key in shared[peer]]) for peer in peers}
-        theirs = {peer: torch.empty_like(tensor) for peer, tensor in own.items()}
-        agreeing: list[InFlight] = []
-        try:
-            for peer in peers:
-                agreeing.append(host.receive(theirs[peer], peer=peer, tag=Tag.KEPT))
-                agreeing.append(host.send(own[peer], peer=peer, tag=Tag.KEPT))
-            for each in agreeing:
-                each.wait()
-            different = {key for key, number in numbers.items() if number == -1}
-            for peer, found in theirs.items():
-                of_peer = zip(shared[peer], found.tolist(), strict=True)
-                different |= {key for key, number in of_peer if number != numbers[key]}
-            for key in keys:
-                if key not in different:
-                    taken = kept.pop(key).of_generation(self._interrupted)
-                    self._add(key, taken)
-                    self.formed[key] = taken
-        finally:
-            _abort(kept.values())
+    def _agreed(
+        self, keys: Collection[_Key], kept: Mapping[_Key, _Communicator], worker: int, host: Communicators
+    ) -> dict[_Key, _Key | None]:
+        """Agree with all members on what becomes of each key.
 
-    def _add(self, key: _Key, made: _Communicator) -> None:
-        """Have `interrupt` abort or keep a communicator. Raises CommunicationError if it has been called already."""
+        Return its own key if its communicator has outlived its generation, that of a group to be shrunk, and None if it
+        is formed anew. Those for which a member has no stream left are left out; groups never are.
+        """
+        num_free = _STREAMS.num_free(self._draw)
+        origins: dict[_Key, _Key | None] = {}
+        claims: dict[_Key, tuple[int, int]] = {}
+        for key in sorted(keys, key=lambda key: key.kind if isinstance(key, Channel) else -1):
+            origin = origins[key] = key if key in kept else _larger(key, kept, keys)
+            if origin != key:
+                num_free -= 1
+            if origin != key and num_free < 0:
+                claims[key] = _NO_STREAM
+            elif origin is None or kept[origin].number == -1:
+                claims[key] = _NEW
+            else:
+                claims[key] = kept[origin].number, zlib.crc32(repr(origin).encode())
+        peers = {member for key in claims for member in _members_of(key)} - {worker}
+        shared = {peer: [key for key in claims if peer in _members_of(key)] for peer in peers}
+        own = {peer: torch.tensor([claims[key] for key in sorted(shared[peer], key=repr)]) for peer in peers}
+        found = {key: {claim} for key, claim in claims.items()}
+        for peer, theirs in _exchanged(own, host).items():
+            for key, claim in zip(sorted(shared[peer], key=repr), theirs.tolist(), strict=True):
+                found[key].add(tuple(claim))
+        if any(_NO_STREAM in found[key] for key in keys if not isinstance(key, Channel)):
+            raise RuntimeError("torch has too few streams for the groups that reduce")
+        return {
+            key: origins[key] if len(found[key]) == 1 and _NEW not in found[key] else None
+            for key in keys
+            if _NO_STREAM not in found[key]
+        }
+
+    def _add(self, made: Mapping[_Key, _Communicator]) -> None:
+        """Have `interrupt` abort or keep communicators. Raises CommunicationError if it has been called already."""
         with self._lock:
             if not self._interrupted.is_set():
-                self._made[key] = made
+                self._made.update(made)
                 return
-        _abort([made])
+        _abort(made.values())
         raise CommunicationError(None, "the generation is over")
 
     def _make(self, key: _Key, store: c10d.Store, rank: int, size: int, *, generation: int) -> _Communicator:
@@ -267,14 +306,8 @@ class DevicePart:
         options._timeout = timedelta(seconds=self._timeouts.transport_s)
         if self._library.is_nonblocking:
             options.config.blocking = 0
-        made = _Communicator(
-            self._library,
-            library(store, rank, size, options),
-            self._device,
-            generation=generation,
-            interrupted=self._interrupted,
-        )
-        self._add(key, made)
+        made = self._communicator(partial(library, store, rank, size, options), generation)
+        self._add({key: made})
         made.group.eager_connect_single_device(self._device)
         if self._interrupted.is_set():
             # The abort may have come first.
@@ -282,7 +315,35 @@ class DevicePart:
             raise CommunicationError(None, "the generation is over")
         return made
 
+    def _shrink(
+        self, kept: Mapping[_Key, _Communicator], origins: Mapping[_Key, _Key | None], generation: int
+    ) -> dict[_Key, _Communicator]:
+        """Shrink kept groups to the members of others, with all of these, whose calls wait for each other."""
+        shrunk: dict[_Key, _Communicator] = {}
+        for key, origin in origins.items():
+            if origin in kept and origin is not None:
+                without = [rank for rank, member in enumerate(_members_of(origin)) if member not in _members_of(key)]
+                shrunk[key] = self._communicator(partial(kept[origin].group.shrink, without), generation)
+        # Only now may the generation be over, or others would wait for what is not shrunk any more.
+        self._add(shrunk)
+        return shrunk
 
+    def _communicator(self, make: Callable[[], _ProcessGroup], generation: int) -> _Communicator:
+        """Make a communicator that has a stream for itself."""
+        stream = None if self._draw is None else _STREAMS.take(self._draw, timeout_s=self._timeouts.rendezvous_s)
+        try:
+            group = make()
+        except BaseException:
+            if stream is not None:
+                _STREAMS.release(stream)
+            raise
+        return _Communicator(
+            self._library, group, self._device, stream=stream, number=generation << 32, interrupted=self._interrupted
+        )
+
+
+_NEW: Final = (-1, 0)
+_NO_STREAM: Final = (-2, 0)
 _KEPT: Final[dict[_Key, _Communicator]] = {}
 """Communicators that have outlived their generation; no message is on its way on them."""
 _KEPT_LOCK: Final = threading.Lock()
@@ -292,10 +353,83 @@ def _members_of(key: _Key) -> tuple[int, ...]:
     return (key.sender, key.receiver) if isinstance(key, Channel) else key
 
 
+def _larger(key: _Key, kept: Mapping[_Key, _Communicator], keys: Collection[_Key]) -> _Key | None:
+    """Return the smallest group beside `keys` that can be shrunk to the members of another; None if there is none."""
+    if isinstance(key, Channel):
+        return None
+    groups = [of for of, each in kept.items() if not isinstance(of, Channel) and of not in keys and each.can_shrink]
+    return min((of for of in groups if set(key) < set(of)), key=lambda of: (len(of), of), default=None)
+
+
+def _exchanged(own: Mapping[int, Tensor], host: Communicators) -> dict[int, Tensor]:
+    """Send each peer a tensor through host memory; return those of the peers, of the same shapes."""
+    theirs = {peer: torch.empty_like(tensor) for peer, tensor in own.items()}
+    on_their_way: list[InFlight] = []
+    for peer in sorted(own):
+        on_their_way.append(host.receive(theirs[peer], peer=peer, tag=Tag.KEPT))
+        on_their_way.append(host.send(own[peer], peer=peer, tag=Tag.KEPT))
+    for each in on_their_way:
+        each.wait()
+    return theirs
+
+
 def _abort(communicators: Iterable[_Communicator]) -> None:
     """Abort communicators; the threads hold what operations may still write to until these have ended."""
     for each in communicators:
         threading.Thread(target=each.abort, name="abort", daemon=True).start()
+
+
+class _Streams:
+    """The streams that communicators have.
+
+    For each, torch takes the next one of a pool, whether or not it is in use. A message that is posted ahead would hold
+    the messages of another communicator on its stream, which its sender may wait for. So those in use are passed over.
+    """
+
+    def __init__(self) -> None:
+        self._pool: list[torch.Stream] = []
+        self._in_use: dict[int, bool] = {}
+        """Their place in the pool -> whether they are about to be released."""
+        self._changed = threading.Condition()
+
+    def num_free(self, draw: _Draw | None) -> float:
+        """Return how many more can be taken, once those that are about to be released are."""
+        if draw is None:
+            return math.inf
+        with self._changed:
+            self._learn(draw)
+            return len(self._pool) - sum(not is_leaving for is_leaving in self._in_use.values())
+
+    def take(self, draw: _Draw, *, timeout_s: float) -> int:
+        """Have the next communicator take a stream that no other has; return its place. Raises RuntimeError."""
+        with self._changed:
+            self._learn(draw)
+            if not self._changed.wait_for(lambda: len(self._in_use) < len(self._pool), timeout_s):
+                raise RuntimeError("torch has no stream left for another communicator")
+            while (place := (self._pool.index(draw()) + 1) % len(self._pool)) in self._in_use:
+                pass
+            self._in_use[place] = False
+            return place
+
+    def leave(self, place: int) -> None:
+        """Note that a stream is about to be released."""
+        with self._changed:
+            self._in_use[place] = True
+
+    def release(self, place: int) -> None:
+        with self._changed:
+            self._in_use.pop(place, None)
+            self._changed.notify_all()
+
+    def _learn(self, draw: _Draw) -> None:
+        """Draw the whole pool once, in its order."""
+        if not self._pool:
+            self._pool.append(draw())
+            while (stream := draw()) != self._pool[0]:
+                self._pool.append(stream)
+
+
+_STREAMS: Final = _Streams()
 
 
 class _Communicator:
@@ -312,13 +446,15 @@ class _Communicator:
         group: _ProcessGroup,
         device: torch.device,
         *,
-        generation: int,
+        stream: int | None,
+        number: int,
         interrupted: threading.Event,
     ) -> None:
         self.group = group
         self.device = device
         self.interrupted = interrupted
-        self.number = generation << 32
+        self.number = number
+        self._stream = stream
         self._library = library
         self._lock = threading.Lock()
         self._in_flight: deque[_Operation] = deque()
@@ -342,12 +478,24 @@ class _Communicator:
 
     def of_generation(self, interrupted: threading.Event) -> _Communicator:
         """Return this communicator for the next generation; threads of the former one cannot use it any more."""
-        taken = _Communicator(self._library, self.group, self.device, generation=0, interrupted=interrupted)
-        taken.number = self.number
-        return taken
+        return _Communicator(
+            self._library,
+            self.group,
+            self.device,
+            stream=self._stream,
+            number=self.number,
+            interrupted=interrupted,
+        )
+
+    @property
+    def can_shrink(self) -> bool:
+        """Whether the library, in this version of torch, can form a communicator of some of its members from it."""
+        return bool(getattr(self.group, "supports_shrinking", False))
 
     def abort(self) -> None:
         """End all operations, and hold the memory that they may still write to until they have ended."""
+        if self._stream is not None:
+            _STREAMS.leave(self._stream)
         if self._library.abort:
             name, *arguments = self._library.abort
             getattr(self.group, name)(*arguments)
@@ -356,6 +504,8 @@ class _Communicator:
             exit_immediately(1)
         with self._lock:
             self._in_flight.clear()
+        if self._stream is not None:
+            _STREAMS.release(self._stream)
 
     def _release(self) -> bool:
         """Release the memory of operations that have ended; return whether all have."""
