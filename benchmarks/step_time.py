@@ -105,7 +105,7 @@ def _with_transformers(config: TrainConfig, folder: Path) -> TrainConfig:
         layers=llama_layers(config.model),
         loss=next_token_loss,
         loss_terms=Tensor.numel,
-        dataset=[],
+        dataset=range(1),
         optimizer=AdamW,
         weights=weights,
     )

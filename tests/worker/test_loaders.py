@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import multiprocessing
+import os
+import pickle
 import random
+import signal
 import socket
+import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -19,9 +26,11 @@ from chameleon_ft.config import Batch, Loading, RunConfig
 from chameleon_ft.data import SampleOrder
 from chameleon_ft.events.kinds import LoaderEnded
 from chameleon_ft.job.job import Job
+from chameleon_ft.worker import shared_reads
 from chameleon_ft.worker.communicators.base import CommunicationError
 from chameleon_ft.worker.execution.micro_batches import DatasetReads, EvaluationReads, RunReads
 from chameleon_ft.worker.loaders import PrefetchedReads, _load
+from chameleon_ft.worker.shared_reads import SharedReads, unpack
 from tests.harness import assert_trained_as_if_nothing_failed, fails, train_job
 from tests.worker.test_slow_reads import plain_losses
 
@@ -31,7 +40,8 @@ BATCH, SAMPLES = Batch(micro_batches=4, micro_batch_size=2), 48
 class Numbers:
     """Samples of random numbers; reading some may fail, end the loader or wait."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 3) -> None:
+        self.width = width
         self.read: list[int] = []
         self.before: Callable[[int], None] = lambda index: None
 
@@ -41,7 +51,7 @@ class Numbers:
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         self.read.append(index)
         self.before(index)
-        return torch.full((3,), random.random()), torch.tensor(index)
+        return torch.full((self.width,), random.random()), torch.tensor(index)
 
 
 class EndError(BaseException):
@@ -54,6 +64,7 @@ class Loaders:
 
     job: Job
     reads: RunReads | None = None
+    shared: bytes = b""
     sockets: list[socket.socket] = field(default_factory=list)
     threads: list[threading.Thread] = field(default_factory=list)
     waited: list[str] = field(default_factory=list)
@@ -68,7 +79,11 @@ class Loaders:
         def load() -> None:
             started.set()
             with suppress(EndError, OSError):
-                _load(theirs, self.reads or DatasetReads(self.job, BATCH, seed=7))
+                _load(
+                    theirs,
+                    self.reads or DatasetReads(self.job, BATCH, seed=7),
+                    SharedReads(self.shared or os.urandom(8)),
+                )
             theirs.close()
 
         self.threads.append(threading.Thread(target=load, daemon=True))
@@ -164,7 +179,7 @@ def test_held_out_samples_are_read_ahead_of_each_evaluation(loaders: Loaders) ->
         found = [index for each in numbers for index in evaluated.read(step, each).targets.tolist()]
         assert found == [min(each, SAMPLES - 1) for each in range(len(found))]
     assert [each.read for each in here] == [[], []], "all were read by loaders"
-    assert len(there[1].read) == 3 * len(found)
+    assert len(there[1].read) <= 2 * len(found), "each loader holds what it has read for the next evaluation"
 
 
 def test_each_sample_is_read_once_and_only_so_many_steps_ahead(loaders: Loaders) -> None:
@@ -263,6 +278,82 @@ def test_a_sample_that_a_loader_fails_to_read_is_read_here(
     reads.expect(0, [1], lambda step: [])
     with pytest.raises(OSError, match="input/output error"):
         reads.read(0, 1)
+
+
+def _read_shared(results: socket.socket, dataset: Numbers, *, step: int, slow_s: float) -> None:
+    """Act as the loader of a rank that wants a step: send what it gets, and which samples this process has read."""
+    dataset.before = lambda index: time.sleep(slow_s)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    thread = threading.Thread(
+        target=_load, args=(theirs, DatasetReads(job_of(dataset), BATCH, seed=7), SharedReads(b"run"))
+    )
+    thread.start()
+    assert ours.recv(9) == b"ready"
+    wanted = [(step, each) for each in range(BATCH.micro_batches)]
+    ours.send(struct.pack("<9q", 0, *itertools.chain.from_iterable(wanted)))
+    found = dict(unpack(*socket.recv_fds(ours, 1 << 17, 1)[:2]) for _ in wanted)
+    for read in found.values():
+        # No other rank sees this.
+        read.inputs.add_(1)
+    results.send(pickle.dumps(({key: read.digest for key, read in found.items()}, dataset.read)))
+    results.recv(1)
+    ours.close()
+    thread.join()
+
+
+@pytest.fixture
+def board(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Give loaders a board of their own, without places that this process has taken for other tests."""
+    board = os.memfd_create("samples of a test")
+    monkeypatch.setattr(shared_reads, "_BOARD", board)
+    os.ftruncate(board, 1 << 22)
+    yield
+    os.close(board)
+
+
+@pytest.mark.usefixtures("board")
+@pytest.mark.parametrize("width", [3, 5000])
+def test_loaders_of_several_ranks_read_each_sample_once(width: int) -> None:
+    dataset, pairs = Numbers(width), [socket.socketpair() for _ in range(3)]
+    processes = [
+        multiprocessing.get_context("fork").Process(
+            target=_read_shared, args=(theirs, dataset), kwargs={"step": 3, "slow_s": 0.02}
+        )
+        for _, theirs in pairs
+    ]
+    for (_, theirs), process in zip(pairs, processes, strict=True):
+        process.start()
+        theirs.close()
+    digests, read = zip(*(pickle.loads(ours.recv(1 << 16)) for ours, _ in pairs), strict=True)
+    for (ours, _), process in zip(pairs, processes, strict=True):
+        ours.send(b"x")
+        ours.close()
+        process.join()
+    plain = DatasetReads(job_of(Numbers(width)), BATCH, seed=7)
+    assert list(digests) == 3 * [{(3, each): plain.read(3, each).digest for each in range(BATCH.micro_batches)}]
+    size = BATCH.micro_batches * BATCH.micro_batch_size
+    assert sorted(index for each in read for index in each) == sorted(SampleOrder(SAMPLES, 7).ids(3, size))
+
+
+@pytest.mark.usefixtures("board")
+def test_what_a_loader_reads_that_does_not_go_on_is_read_by_another_one(loaders: Loaders) -> None:
+    stopped = os.fork()
+    if not stopped:
+        for number in range(BATCH.micro_batches):
+            SharedReads(b"stopped").claim((0, number))
+        os.kill(os.getpid(), signal.SIGSTOP)
+    os.waitid(os.P_PID, stopped, os.WSTOPPED)
+    try:
+        loaders.shared = b"stopped"
+        reads, wanted = prefetched(loaders, count=1), list(range(BATCH.micro_batches))
+        assert not SharedReads(b"stopped").claim((0, 0))
+        reads.expect(0, wanted, always([]))
+        wait_until_ready(reads)
+        assert_reads(reads, [(0, 0)])
+    finally:
+        os.kill(stopped, signal.SIGKILL)
+        os.waitpid(stopped, 0)
+    assert_reads(reads, [(0, each) for each in wanted[1:]])
 
 
 def test_a_wait_ends_with_the_generation(loaders: Loaders) -> None:

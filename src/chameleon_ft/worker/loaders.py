@@ -2,8 +2,7 @@
 
 They are forked from a server, a process that is forked from the rank before the rank has threads, connections or an
 accelerator. The server loads the job as the rank does, so that a dataset is never pickled, and a loader that is lost is
-replaced in milliseconds. The tensors of a micro-batch come in its message if they are small, otherwise in a file in
-memory whose descriptor is passed to the rank; the kernel frees it with its last user, whoever ends first.
+replaced in milliseconds. Several ranks of a host may need the same micro-batch; one of their loaders reads it for all.
 
 A loader of torch's DataLoader cannot be told what to read next once a plan has changed, and ends its iterator with it.
 """
@@ -20,18 +19,16 @@ import signal
 import socket
 import struct
 import sys
+import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
-from io import BytesIO
-from math import prod
 from multiprocessing.connection import Connection
-from typing import Any, Final, NamedTuple, NoReturn
+from typing import Final, NamedTuple, NoReturn
 
 import torch
-from torch import Tensor
 
 from chameleon_ft.config import RunConfig
 from chameleon_ft.host.fork_server import end_with, exit_immediately, name_process, terminations
@@ -40,6 +37,7 @@ from chameleon_ft.job_record import Fact
 from chameleon_ft.worker.execution.bad_steps import describe_error, noting
 from chameleon_ft.worker.execution.micro_batches import MicroBatch, RunReads, SampleSource, place_of
 from chameleon_ft.worker.inspection import load_examined
+from chameleon_ft.worker.shared_reads import Packed, SharedReads, pack, unpack
 from chameleon_ft.worker.streams import read_stream
 
 MAX_LOADERS: Final = 64
@@ -49,11 +47,11 @@ Key = tuple[int, int]
 
 _NUMBER: Final = struct.Struct("<q")
 _MAX_MESSAGE: Final = 1 << 17
-_ALIGNMENT: Final = 64
-# To make and to map a file takes longer than to copy so many bytes twice.
-_MAX_INLINE: Final = 1 << 14
 _MAX_AHEAD: Final = 64
 _POLL_S: Final = 0.02
+_POLL_OTHERS_S: Final = 0.001
+# Of a loader without anything to send, before it reads what another one reads.
+_PATIENCE_S: Final = 1.0
 _PROGRESS_BYTES: Final = 128
 # In place of the number of a loader: the reader of a stream.
 _READER: Final = -1
@@ -292,7 +290,7 @@ class PrefetchedReads:
                 self._ended(loader)
             elif loader.is_ready:
                 self._ends[None] = 0
-                self._received(loader, *_unpacked(message, files))
+                self._received(loader, *unpack(message, files))
             else:
                 loader.is_ready = True
                 self._tell()
@@ -376,7 +374,7 @@ def _serve(requests: socket.socket, progress: mmap.mmap) -> NoReturn:
                     read_stream(*loaded, Connection(files[0]))
                     break
                 reads = RunReads(*loaded, reading=_Progress(progress, number).reading)
-                _load(socket.socket(fileno=files[0]), reads)
+                _load(socket.socket(fileno=files[0]), reads, SharedReads(request[_NUMBER.size :]))
                 break
             os.close(files[0])
         code = 0
@@ -406,10 +404,14 @@ class _Progress:
         self.memory[begin : begin + _PROGRESS_BYTES] = entry
 
 
-def _load(requests: socket.socket, reads: SampleSource) -> None:
-    """Read the micro-batches of the newest request, in order, until the rank ends."""
+def _load(requests: socket.socket, reads: SampleSource, shared: SharedReads) -> None:
+    """Read the micro-batches of the newest request until the rank ends: in order, but first what no other loader reads.
+
+    What others read is waited for, but not for long, because their storage may not answer.
+    """
     requests.send(b"ready")
     wanted: list[Key] = []
+    sent_s = time.monotonic()
     # Since the request before.
     sent: list[Key] = []
     while True:
@@ -417,83 +419,40 @@ def _load(requests: socket.socket, reads: SampleSource) -> None:
             request = requests.recv(_MAX_MESSAGE)
             if not request:
                 return
+            sent_s = time.monotonic() if not wanted else sent_s
             received, *numbers = struct.unpack(f"<{len(request) // _NUMBER.size}q", request)
             del sent[:received]
             # The rank did not have these yet.
             wanted = [key for key in zip(numbers[::2], numbers[1::2], strict=True) if key not in sent]
-        key = wanted.pop(0)
-        found: MicroBatch | ReadError
-        try:
-            found = reads.read(*key)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - of the dataset
-            traceback.print_exc()
-            found = ReadError(describe_error(error))
-        message, files = _packed(key, found)
-        socket.send_fds(requests, [message], files)
-        for file in files:
-            os.close(file)
+        is_late = time.monotonic() - sent_s > _PATIENCE_S
+        for key in wanted:
+            if (packed := shared.find(key)) is not None:
+                break
+            if shared.claim(key) or is_late:
+                packed = _read(key, reads, shared)
+                break
+        else:
+            # Other loaders of the host read all of them.
+            select.select([requests], [], [], _POLL_OTHERS_S)
+            continue
+        socket.send_fds(requests, [packed.message], packed.files)
+        packed.close()
+        wanted.remove(key)
         sent.append(key)
+        sent_s = time.monotonic()
 
 
-class _Pickler(pickle.Pickler):
-    """Pickles the places of tensors in a memory of their own instead of their elements."""
-
-    def __init__(self, file: BytesIO) -> None:
-        super().__init__(file)
-        self._tensors: list[tuple[int, Tensor]] = []
-        self.num_bytes = 0
-
-    def persistent_id(self, value: Any) -> Any:
-        """Return the place of a tensor, its type and its shape."""
-        if not isinstance(value, Tensor):
-            return None
-        begin = self.num_bytes
-        self._tensors.append((begin, value))
-        self.num_bytes += -(-value.nbytes // _ALIGNMENT) * _ALIGNMENT
-        return begin, value.dtype, tuple(value.shape)
-
-    def write_to(self, memory: mmap.mmap | bytearray) -> None:
-        """Write the elements to their places."""
-        for begin, tensor in self._tensors:
-            content = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
-            memory[begin : begin + tensor.nbytes] = content
-
-
-class _Unpickler(pickle.Unpickler):
-    """Makes tensors of the places in a memory."""
-
-    def __init__(self, head: bytes, memory: mmap.mmap | bytearray) -> None:
-        super().__init__(BytesIO(head))
-        self._memory = memory
-
-    def persistent_load(self, place: Any) -> Tensor:
-        """Return the tensor of a place."""
-        begin, dtype, shape = place
-        if not prod(shape):
-            return torch.empty(shape, dtype=dtype)
-        return torch.frombuffer(self._memory, dtype=dtype, count=prod(shape), offset=begin).view(shape)
-
-
-def _packed(key: Key, found: MicroBatch | ReadError) -> tuple[bytes, list[int]]:
-    """Return a message, and the descriptor of the file with its tensors unless they are in the message."""
-    pickler = _Pickler(head := BytesIO())
-    pickler.dump((key, found))
-    message = _NUMBER.pack(head.tell()) + head.getvalue()
-    if pickler.num_bytes <= _MAX_INLINE:
-        pickler.write_to(content := bytearray(pickler.num_bytes))
-        return message + content, []
-    descriptor = os.memfd_create("samples")
-    os.ftruncate(descriptor, pickler.num_bytes)
-    with mmap.mmap(descriptor, pickler.num_bytes) as memory:
-        pickler.write_to(memory)
-    return message, [descriptor]
-
-
-def _unpacked(message: bytes, files: Iterable[int]) -> tuple[Key, MicroBatch | ReadError]:
-    head = message[_NUMBER.size :][: _NUMBER.unpack_from(message)[0]]
-    memory: mmap.mmap | bytearray = bytearray(message[_NUMBER.size + len(head) :])
-    for descriptor in files:
-        memory = mmap.mmap(descriptor, 0)
-        os.close(descriptor)
-    found: tuple[Key, MicroBatch | ReadError] = _Unpickler(head, memory).load()
-    return found
+def _read(key: Key, reads: SampleSource, shared: SharedReads) -> Packed:
+    """Read a micro-batch, and hold it for the other loaders of the host, unless something of it cannot be read."""
+    found: MicroBatch | ReadError
+    try:
+        found = reads.read(*key)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - of the dataset
+        traceback.print_exc()
+        found = ReadError(describe_error(error))
+    packed = pack((key, found))
+    if isinstance(found, ReadError) or found.left_out:
+        shared.give_up()
+    else:
+        shared.hold(packed)
+    return packed
