@@ -155,8 +155,8 @@ def test_an_error_of_one_worker_is_its_loss(tmp_path: Path) -> None:
 
 
 def test_a_sample_that_two_workers_read_differently_ends_the_run(tmp_path: Path) -> None:
-    # Late in the order, so that no check before the start reads it.
-    sample = SampleOrder(64, 0).ids_at(20, 1)[0]
+    # Late in the order, so that no check before the start reads it, and of the first micro-batch of a step.
+    sample = SampleOrder(64, 0).ids_at(16, 1)[0]
     trap = f"if index == {sample}: return torch.full((4,), float(os.getpid())), torch.zeros(4)"
     ended = train_here(broken_job(tmp_path, sample_trap=trap), tmp_path / "run")
     assert_ended_with_checkpoint(ended)

@@ -35,7 +35,7 @@ from chameleon_ft.host.fork_server import end_with, exit_immediately, name_proce
 from chameleon_ft.job.job import Job
 from chameleon_ft.job_record import Fact
 from chameleon_ft.worker.execution.bad_steps import describe_error, noting
-from chameleon_ft.worker.execution.micro_batches import MicroBatch, RunReads, SampleSource, place_of
+from chameleon_ft.worker.execution.micro_batches import EVALUATION, MicroBatch, RunReads, SampleSource, place_of
 from chameleon_ft.worker.inspection import load_examined
 from chameleon_ft.worker.shared_reads import Packed, SharedReads, pack, unpack
 from chameleon_ft.worker.streams import read_stream
@@ -407,7 +407,8 @@ class _Progress:
 def _load(requests: socket.socket, reads: SampleSource, shared: SharedReads) -> None:
     """Read the micro-batches of the newest request until the rank ends: in order, but first what no other loader reads.
 
-    What others read is waited for, but not for long, because their storage may not answer.
+    What others read is waited for, but not for long, because their storage may not answer. All loaders read the first
+    micro-batch of each step, so that workers that compare it see whether a dataset returns the same at each read.
     """
     requests.send(b"ready")
     wanted: list[Key] = []
@@ -426,9 +427,10 @@ def _load(requests: socket.socket, reads: SampleSource, shared: SharedReads) -> 
             wanted = [key for key in zip(numbers[::2], numbers[1::2], strict=True) if key not in sent]
         is_late = time.monotonic() - sent_s > _PATIENCE_S
         for key in wanted:
-            if (packed := shared.find(key)) is not None:
+            is_compared = key[0] != EVALUATION and not key[1]
+            if not is_compared and (packed := shared.find(key)) is not None:
                 break
-            if shared.claim(key) or is_late:
+            if is_compared or shared.claim(key) or is_late:
                 packed = _read(key, reads, shared)
                 break
         else:
