@@ -178,7 +178,7 @@ def test_the_code_on_the_page_on_models_runs(tmp_path: Path) -> None:
     file = tmp_path / "translate.py"
     file.write_text(code)
     info = inspect_job(RunConfig(job=str(file)))
-    assert [len(boundary.leaves) for boundary in info.boundaries] == [3] * 5 + [1]
+    assert [len(boundary.leaves) for boundary in info.layers.boundaries] == [3] * 5 + [1]
     assert not info.hints
     names: dict[str, Any] = {}
     exec(experts, names)

@@ -20,7 +20,6 @@ from chameleon_ft.errors import ConfigError
 from chameleon_ft.job.job import Job
 from chameleon_ft.job.reference import check_job_reference, load_job
 from chameleon_ft.models.build import build_layer
-from chameleon_ft.models.llama import num_parameters
 from chameleon_ft.trees import BoundarySpec
 from tests.golden import refused
 
@@ -301,7 +300,6 @@ def test_the_job_of_the_llama(tmp_path: Path) -> None:
     assert job.learning_rate(config.steps - 1) == pytest.approx(config.optimizer.min_lr)
     layers = [build_layer(job, layer, 0) for layer in range(4)]
     parameters = [p for layer in layers for p in layer.parameters()]
-    assert sum(p.numel() for p in parameters) == num_parameters(config.model)
     assert job.optimizer(parameters).param_groups[0]["weight_decay"] == config.optimizer.weight_decay
 
     unclipped = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"clip_norm": 0.0})})

@@ -37,7 +37,7 @@ from chameleon_ft.protocol.messages import (
     StartGeneration,
     WorkerExited,
 )
-from chameleon_ft.protocol.parts import BoundaryMessage, LeafMessage, Member, OperationTimes
+from chameleon_ft.protocol.parts import BoundaryMessage, InspectedLayers, LeafMessage, Member, OperationTimes
 from chameleon_ft.protocol.server import Peer
 from chameleon_ft.recovery.generation import WorkerOrders
 from chameleon_ft.storage.checkpoints import seal_layer
@@ -53,7 +53,9 @@ JOB = JobInfo(
     model="a model",
     data="some data",
     relative_costs=(1.0,) * LAYERS,
-    boundaries=(BoundaryMessage(leaves=(LeafMessage(shape=(2, 8), dtype="float32"),)),) * LAYERS,
+    layers=InspectedLayers(
+        boundaries=(BoundaryMessage(leaves=(LeafMessage(shape=(2, 8), dtype="float32"),)),) * LAYERS
+    ),
     boundary_bytes=(64,) * LAYERS,
     param_bytes=(256,) * LAYERS,
     gradient_bytes=(256,) * LAYERS,

@@ -19,7 +19,7 @@ from chameleon_ft.protocol.address import (
     websocket_url,
 )
 from chameleon_ft.protocol.job_info import OperationRate
-from chameleon_ft.protocol.parts import BoundaryMessage, LeafMessage
+from chameleon_ft.protocol.parts import BoundaryMessage, InspectedLayers, LeafMessage
 from tests.coordinator.stage import JOB
 from tests.golden import refused
 
@@ -38,13 +38,15 @@ def test_the_costs_of_a_job_follow_its_layers() -> None:
 
 def test_a_fingerprint_tells_models_apart() -> None:
     assert JOB.fingerprint == dataclasses.replace(JOB, model="another description").fingerprint
+    outputs = [
+        BoundaryMessage(leaves=(LeafMessage(shape=shape, dtype=dtype),))
+        for shape, dtype in (((2, 8), "float64"), ((8, 2), "float32"))
+    ]
     others = [
         dataclasses.replace(JOB, param_bytes=(256, 256, 256, 260)),
-        dataclasses.replace(
-            JOB, boundaries=(BoundaryMessage(leaves=(LeafMessage(shape=(2, 8), dtype="float64"),)), *JOB.boundaries[1:])
-        ),
-        dataclasses.replace(
-            JOB, boundaries=(BoundaryMessage(leaves=(LeafMessage(shape=(8, 2), dtype="float32"),)), *JOB.boundaries[1:])
+        *(
+            dataclasses.replace(JOB, layers=InspectedLayers(boundaries=(each, *JOB.layers.boundaries[1:])))
+            for each in outputs
         ),
     ]
     assert len({JOB.fingerprint, *(other.fingerprint for other in others)}) == 4

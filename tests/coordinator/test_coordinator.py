@@ -366,7 +366,7 @@ async def test_what_a_rank_is_sent_holds_the_whole_configuration(stage: Stage) -
     config = stage.run.config()
     assert isinstance(config, RunConfig)
     assert 'job = "a.job:job"' in welcome.config
-    assert [leaf.shape for boundary in welcome.boundaries for leaf in boundary.leaves] == [(2, 8)] * 4
+    assert [leaf.shape for boundary in welcome.layers.boundaries for leaf in boundary.leaves] == [(2, 8)] * 4
 
 
 @scene()

@@ -84,7 +84,7 @@ def test_what_the_meta_device_shows_does_not_count(tmp_path: Path) -> None:
     forward = "return self.inner(x.float()).to(torch.float32 if x.is_meta else torch.float16)"
     job = inspect_job(config_of(tmp_path, forward=forward))
 
-    assert {leaf.dtype for boundary in job.boundaries for leaf in boundary.leaves} == {"float16"}
+    assert {leaf.dtype for boundary in job.layers.boundaries for leaf in boundary.leaves} == {"float16"}
     assert job.boundary_bytes == (2 * 4 * 2,) * 3
 
 

@@ -356,11 +356,7 @@ class CommandRunner:
         self._welcome = messages.Welcome(
             config=config_to_toml(config),
             run=str(run.path),
-            boundaries=job.boundaries,
-            built_in_full=job.built_in_full,
-            side_outputs=job.side_outputs,
-            fields=job.fields,
-            micro_batch=job.micro_batch,
+            layers=job.layers,
             samples=json.dumps(dict(islice(job.record.data.items(), 3))),
         )
 

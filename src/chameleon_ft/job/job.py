@@ -68,9 +68,9 @@ class ModelParameters(list["nn.Parameter"]):
 class Job:
     """A model as a list of layers, with its loss, data and optimizer.
 
-    A layer is any ``nn.Module`` from one tensor to one tensor, because every worker builds only the layers it holds. It
-    may depend only on its input, its parameters and torch's generator, which is seeded before each run of a layer, so
-    that the result does not depend on the worker that runs it.
+    A layer is any ``nn.Module`` from a tensor, or a tree of tensors, to another; every worker builds only those that it
+    holds. It may depend only on its input, its parameters and torch's generator, which is seeded before each run of a
+    layer, so that the result does not depend on the worker that runs it.
 
     Attributes:
         layers: a factory for each layer, first to last. Layer 0 gets the dataset's inputs, stacked: (micro-batch, ...).

@@ -163,15 +163,6 @@ def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), reduction="sum")
 
 
-def num_parameters(config: LlamaConfig) -> int:
-    """Return the number of parameters of the whole model."""
-    kv_dim = config.num_kv_heads * (config.dim // config.num_heads)
-    attention = 2 * config.dim * config.dim + 2 * config.dim * kv_dim
-    block = attention + 3 * config.dim * config.ffn_dim + 2 * config.dim
-    matrices = 1 if config.tie_embeddings else 2
-    return config.num_layers * block + matrices * config.vocab_size * config.dim + config.dim
-
-
 def layer_flops(config: LlamaConfig) -> tuple[float, ...]:
     """Return the floating-point operations of each layer's forward for one token of a full sequence.
 

@@ -14,7 +14,7 @@ from chameleon_ft.config import RunConfig
 from chameleon_ft.cost.profile import Fingerprint
 from chameleon_ft.job_record import JobRecord
 from chameleon_ft.plan.frozen_map import FrozenMap
-from chameleon_ft.protocol.parts import BoundaryMessage
+from chameleon_ft.protocol.parts import InspectedLayers
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.workload import LayerCost, TiedParameters, Workload
 
@@ -40,8 +40,8 @@ class JobInfo:
     model: str  # a short description
     data: str  # likewise
     relative_costs: tuple[float, ...]  # cost of each layer, in units that only compare layers
-    boundaries: tuple[BoundaryMessage, ...]  # output of each layer for one micro-batch
-    boundary_bytes: tuple[int, ...]  # its size
+    layers: InspectedLayers
+    boundary_bytes: tuple[int, ...]  # size of each layer's output for one micro-batch
     param_bytes: tuple[int, ...]  # bytes of each layer's parameters
     gradient_bytes: tuple[int, ...]  # bytes of their gradients
     state_bytes: tuple[
@@ -52,10 +52,6 @@ class JobInfo:
     undivided: str = ""  # name of the optimizer, if holders can share its state by whole parameters only
     hints: tuple[str, ...] = ()  # what seems wrong with the job, and does not prevent a run
     has_evaluation: bool = False  # whether it has samples to evaluate
-    built_in_full: tuple[int, ...] = ()  # layers that are initialised even if a state is loaded into them
-    side_outputs: tuple[tuple[str, ...], ...] = ()  # names of what each layer gives beside its output
-    fields: tuple[tuple[str, ...], ...] = ()  # of a micro-batch, that each layer gets, as `Job.fields`
-    micro_batch: BoundaryMessage | None = None  # its inputs and targets, if layers are compiled
     device: str = ""  # name of the device, as it reports it; empty if this host has no such device
     record: JobRecord = field(default_factory=JobRecord)  # kept with checkpoints
     arguments: Mapping[str, bool | int | float | str] = FrozenMap({})  # those of `job_arguments`, by their types
@@ -74,10 +70,10 @@ class JobInfo:
         """Return the fingerprint of this job with another size of a micro-batch, the first dimension of boundaries."""
         shapes: list[list[object]] = [
             [[*(size * micro_batch_size // instead_of for size in leaf.shape[:1]), *leaf.shape[1:]], leaf.dtype]
-            for boundary in self.boundaries
+            for boundary in self.layers.boundaries
             for leaf in boundary.leaves
         ]
-        shapes += [[number, b.structure] for number, b in enumerate(self.boundaries) if b.structure]
+        shapes += [[number, b.structure] for number, b in enumerate(self.layers.boundaries) if b.structure]
         tied = [[[each.layers, each.gradient_bytes] for each in self.tied]] if self.tied else []
         sizes = json.dumps([self.param_bytes, shapes, *tied])
         return blake2b(sizes.encode(), digest_size=16).hexdigest()
@@ -87,7 +83,7 @@ class JobInfo:
         return Fingerprint(
             model=self.fingerprint,
             micro_batch_size=config.batch.micro_batch_size,
-            dtype=self.boundaries[0].leaves[0].dtype,
+            dtype=self.layers.boundaries[0].leaves[0].dtype,
             device=self.device,
             threads=config.threads if config.device == "cpu" else 0,
             versions=dict(self.versions),

@@ -16,7 +16,7 @@ from chameleon_ft.events.records import RunStatus
 from chameleon_ft.plan.rest import StepProgress
 from chameleon_ft.plan.shards import UNITS
 from chameleon_ft.plan.vote import Vote
-from chameleon_ft.protocol.parts import BoundaryMessage, HostReport, Member, MessagePart, OperationTimes, RankProcess
+from chameleon_ft.protocol.parts import HostReport, InspectedLayers, Member, MessagePart, OperationTimes, RankProcess
 from chameleon_ft.recovery.generation import GenerationSpec, WorkerOrders
 from chameleon_ft.recovery.transition import LayerMove
 
@@ -71,11 +71,7 @@ class Welcome(Message):
 
     config: str  # the run's resolved configuration as TOML
     run: str  # the run directory
-    boundaries: tuple[BoundaryMessage, ...]  # output of each layer
-    built_in_full: tuple[int, ...] = ()  # layers that are initialised even if a state is loaded into them
-    side_outputs: tuple[tuple[str, ...], ...] = ()  # names of what each layer gives beside its output
-    fields: tuple[tuple[str, ...], ...] = ()  # of a micro-batch, that each layer gets
-    micro_batch: BoundaryMessage | None = None  # its inputs and targets, if layers are compiled
+    layers: InspectedLayers
     samples: str = "{}"  # facts of the job's record as JSON: the number of samples, and the first
     incarnation: int = 1  # number of the worker's incarnation, from 1
 

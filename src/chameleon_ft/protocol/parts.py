@@ -87,3 +87,21 @@ class BoundaryMessage(MessagePart):
 
     leaves: tuple[LeafMessage, ...]
     structure: str = ""  # that of the tree, as JSON; empty of a tensor
+
+
+class InspectedLayers(MessagePart):
+    """What the inspection of a job finds of each layer, and ranks have to know.
+
+    Attributes:
+        boundaries: the output for one micro-batch.
+        fields: of a micro-batch, that the layer gets, as `Job.fields`.
+        side_outputs: names of what it gives beside its output.
+        built_in_full: layers that are initialised even if a state is loaded into them.
+        micro_batch: its inputs and targets, if layers are compiled.
+    """
+
+    boundaries: tuple[BoundaryMessage, ...]
+    fields: tuple[tuple[str, ...], ...] = ()
+    side_outputs: tuple[tuple[str, ...], ...] = ()
+    built_in_full: tuple[int, ...] = ()
+    micro_batch: BoundaryMessage | None = None

@@ -37,7 +37,7 @@ from chameleon_ft.models.sample_checks import SampleReads, first_micro_batch
 from chameleon_ft.models.weights import check_weights
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.protocol.job_info import JobInfo
-from chameleon_ft.protocol.parts import BoundaryMessage, LeafMessage
+from chameleon_ft.protocol.parts import BoundaryMessage, InspectedLayers, LeafMessage
 from chameleon_ft.quantities import data_size
 from chameleon_ft.side_outputs import AUXILIARY
 from chameleon_ft.trees import (
@@ -186,7 +186,13 @@ def _inspect_job(config: RunConfig, *, compiles: bool) -> JobInfo:
         model=f"{name}, {job.num_layers} layers, {data_size(num_bytes)} of parameters",
         data=f"{data}, {config.batch.description}",
         relative_costs=job.relative_costs,
-        boundaries=tuple(map(boundary_to_message, boundaries)),
+        layers=InspectedLayers(
+            boundaries=tuple(map(boundary_to_message, boundaries)),
+            fields=tuple(map(tuple, job.fields or ())),
+            side_outputs=tuple(map(tuple, job.side_outputs)),
+            built_in_full=layers_built_in_full(job, config.seed),
+            micro_batch=None if read is None else boundary_to_message(read),
+        ),
         boundary_bytes=tuple(spec.num_bytes for spec in boundaries),
         param_bytes=sizes,
         gradient_bytes=gradients,
@@ -195,11 +201,7 @@ def _inspect_job(config: RunConfig, *, compiles: bool) -> JobInfo:
         tied=tuple(TiedParameters(layers, num_bytes) for layers, num_bytes in tied.items()),
         undivided=undivided,
         hints=tuple(hints),
-        built_in_full=layers_built_in_full(job, config.seed),
-        side_outputs=tuple(map(tuple, job.side_outputs)),
-        fields=tuple(map(tuple, job.fields or ())),
         has_evaluation=job.evaluation is not None,
-        micro_batch=None if read is None else boundary_to_message(read),
         device=device,
         record=record_of(job, config, samples=samples.facts, outputs=outputs, device=run_on),
         arguments=FrozenMap({name: as_setting(job.arguments[name]) for name in config.job_arguments}),

@@ -175,24 +175,20 @@ def _trainer(
         reads_ahead = True
     elif not reads_ahead:
         loaders.close()
+    layers = welcome.layers
     context = RankContext(
         worker=worker,
-        job=replace(
-            job,
-            built_in_full=welcome.built_in_full,
-            side_outputs=welcome.side_outputs,
-            fields=welcome.fields,
-        ),
-        boundaries=tuple(map(boundary_of_message, welcome.boundaries)),
+        job=replace(job, built_in_full=layers.built_in_full, side_outputs=layers.side_outputs, fields=layers.fields),
+        boundaries=tuple(map(boundary_of_message, layers.boundaries)),
         device=device,
         activity=client.activity,
         faults=faults,
         pace=None if emulated is None else emulated.pace,
         stand_in_scale=None if emulated is None else emulated.scale,
     )
-    if welcome.micro_batch is not None:
+    if layers.micro_batch is not None:
         client.activity.idle("compiling layers")
-        read = boundary_of_message(welcome.micro_batch)
+        read = boundary_of_message(layers.micro_batch)
         compile_layers(context.job, context.boundaries, read, seed=config.seed, device=device)
         tell_of_compilations(partial(print, _COMPILED_LATER, file=sys.stderr))
     return Trainer(
