@@ -198,7 +198,7 @@ def new_folder(path: Path) -> Path:
     try:
         path.mkdir(parents=True)
     except FileExistsError:
-        raise SystemExit(f"--out {path}: exists already; name a new directory") from None
+        raise SystemExit(f"{path}: exists already; name a new directory") from None
     return path.resolve()
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -125,12 +126,13 @@ def bytes_in_checkpoint(job: Job) -> int:
     return total
 
 
-def measure(sizes: tuple[int, int, int]) -> tuple[list[dict[str, int]], dict[str, int]]:
+def measure(sizes: tuple[int, int, int], kept_in: Path | None) -> tuple[list[dict[str, int]], dict[str, int]]:
     """Write a model, and load it in as many processes as there are workers, one after the other.
 
     Return what each has read and held, and the bytes of the model and of its checkpoints, with adapters and without.
+    The model is in a temporary folder unless it is to be kept.
     """
-    with TemporaryDirectory(dir=Path.cwd()) as place:
+    with TemporaryDirectory() if kept_in is None else nullcontext(new_folder(kept_in)) as place:
         folder = Path(place)
         job = job_of(folder, *sizes)
         write_files(job, folder)
@@ -140,6 +142,10 @@ def measure(sizes: tuple[int, int, int]) -> tuple[list[dict[str, int]], dict[str
             forget(folder)
             with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
                 found.append(process.submit(load, folder, sizes, range(first, end)).result())
+        if not any(each["read_bytes"] for each in found):
+            raise SystemExit(
+                f"{folder}: is in memory, so nothing is read from disk; name a folder on a disk by --keep-in"
+            )
         adapted = job.with_adapters(LoraConfig(r=_RANK, target_modules=[f"attention.{number}" for number in range(4)]))
         kept = {
             "model_bytes": sum(param_bytes(job)),
@@ -155,9 +161,10 @@ def main() -> int:
     parser.add_argument("--dim", type=int, default=1024, help="width of the model")
     parser.add_argument("--blocks", type=int, default=36, help="number of its layers, without the first and the last")
     parser.add_argument("--vocab", type=int, default=32_000, help="rows of its table and of its head")
+    parser.add_argument("--keep-in", type=Path, metavar="DIR", help="write the model there, and keep it")
     arguments = parser.parse_args()
     folder = new_folder(arguments.out)
-    found, kept = measure((arguments.dim, arguments.blocks, arguments.vocab))
+    found, kept = measure((arguments.dim, arguments.blocks, arguments.vocab), arguments.keep_in)
     read = [each["read_bytes"] / each["layer_bytes"] for each in found]
     held = [each["peak_bytes"] / each["layer_bytes"] for each in found]
     return Report(
