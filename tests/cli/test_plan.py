@@ -181,7 +181,7 @@ def test_a_shape_may_come_from_hugging_face(capsys: pytest.CaptureFixture[str], 
     file.write_text(
         json.dumps({**shape, "intermediate_size": 1024, "vocab_size": 1000, "max_position_embeddings": 256})
     )
-    found = predicted(capsys, "--model", file, "--device", "h100-80g", "--dp", "1", "--pp", "2")
+    found = predicted(capsys, "--model", tmp_path, "--device", "h100-80g", "--dp", "1", "--pp", "2")
     assert found["plan"]["num_layers"] == 8
     assert found["plan"]["placement"].keys() == {"0", "1"}
 

@@ -36,7 +36,7 @@ from chameleon_ft.models.optimizer_checks import check_learning_rate
 from chameleon_ft.models.precision import loss_and_terms, terms_of
 from chameleon_ft.models.sample_checks import SampleReads
 from chameleon_ft.optim import scheduler
-from chameleon_ft.trees import BoundarySpec
+from chameleon_ft.trees import BoundarySpec, boundary_of
 from chameleon_ft.worker.inspection import inspect_job
 from tests.golden import refused
 
@@ -150,6 +150,13 @@ def test_a_hint_is_given_where_the_loss_sums_other_terms_than_those_counted(
     data = [(torch.zeros(6), torch.arange(6) % 4) for _ in range(3)]
     tokens = job(loss=loss, loss_terms=loss_terms, dataset=data)
     assert bool(check_loss(tokens, BoundarySpec((2, 6, 4), torch.float32), 2, device=CPU)[1]) is is_hinted
+
+
+def test_a_mean_is_hinted_at_where_the_last_layer_returns_a_tree() -> None:
+    data = [(torch.zeros(6), torch.arange(6) % 4) for _ in range(3)]
+    tokens = job(loss=lambda made, targets: _of_tokens(made["scores"], targets), loss_terms=Tensor.numel, dataset=data)
+    spec = BoundarySpec((2, 6, 4), torch.float32)
+    assert check_loss(tokens, boundary_of({"scores": spec}, lambda leaf: leaf), 2, device=CPU)[1]
 
 
 @pytest.mark.parametrize("rate", [-1.0, float("nan"), "high", None])

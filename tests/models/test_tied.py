@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import nn
 
+from chameleon_ft.config import RunConfig
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.job.job import Job
 from chameleon_ft.models.build import build_layer, tied_bytes
+from chameleon_ft.worker import inspection
 from tests.golden import refused
 from tests.models.jobs import LLAMA, Zeros, make_job
 
@@ -42,7 +44,10 @@ def test_gradients_of_a_tied_parameter_are_counted_once() -> None:
     assert tied_bytes(LLAMA) == {}
 
 
-@pytest.mark.parametrize("names", [("weight", "2.weight"), ("weight", "1.bias")])
-def test_parameters_that_cannot_be_tied_are_refused(names: tuple[str, str]) -> None:
+@pytest.mark.parametrize("names", [("weight", "2.weight"), ("weight", "1.bias"), ("tokens.weight", "1.weight")])
+def test_parameters_that_cannot_be_tied_are_refused_before_a_run(
+    names: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inspection, "load_job", lambda *_: tied_job(*names))
     with refused(ConfigError):
-        tied_bytes(tied_job(*names))
+        inspection.inspect_job(RunConfig(job="mine.py"))

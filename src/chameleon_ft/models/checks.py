@@ -479,17 +479,19 @@ def check_loss(
     return ["loss and terms", float(loss.detach()), terms], hints
 
 
-def _hints(job: Job, made: Tensor, targets: Tensor, loss: float, terms: float) -> tuple[str, ...]:
+def _hints(job: Job, made: Any, targets: Any, loss: float, terms: float) -> tuple[str, ...]:
     """Return hints if the terms do not seem to be those that the loss sums."""
 
-    def of(output: Tensor, targets: Tensor) -> tuple[float, float]:
+    def of(output: Any, targets: Any) -> tuple[float, float]:
         return float(loss_of(job, output, targets)), terms_of(job, targets)
 
-    twice, twice_terms = of(torch.cat([made, made]), torch.cat([targets, targets]))
+    twice, twice_terms = of(*(mapped(lambda leaf: torch.cat([leaf, leaf]), each) for each in (made, targets)))
     if loss and terms and math.isclose(twice, loss, rel_tol=_ALIKE) and twice_terms > terms:
         return (
             "`loss` seems to return the mean over a micro-batch, which is divided by the terms again; return the sum",
         )
+    if not (isinstance(made, Tensor) and isinstance(targets, Tensor)):
+        return ()
     if made.ndim > 2 and made.shape[:2] == targets.shape[:2]:
         places = 1
     elif targets.ndim > 1 and made.shape[2:] == targets.shape[1:]:

@@ -90,14 +90,14 @@ class BoundaryMessage(MessagePart):
 
 
 class InspectedLayers(MessagePart):
-    """What the inspection of a job finds of each layer, and ranks have to know.
+    """The facts about a job's layers that its inspection finds, and ranks have to know.
 
     Attributes:
-        boundaries: the output for one micro-batch.
-        fields: of a micro-batch, that the layer gets, as `Job.fields`.
-        side_outputs: names of what it gives beside its output.
+        boundaries: the output of each layer for one micro-batch.
+        fields: of a micro-batch, that each layer gets, as `Job.fields`.
+        side_outputs: names of what each layer gives beside its output.
         built_in_full: layers that are initialised even if a state is loaded into them.
-        micro_batch: its inputs and targets, if layers are compiled.
+        micro_batch: inputs and targets, if layers are compiled.
     """
 
     boundaries: tuple[BoundaryMessage, ...]

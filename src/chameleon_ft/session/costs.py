@@ -48,7 +48,7 @@ class ModelRequest:
     """Costs derived from the shape of a model and the rates of a device, without measuring."""
 
     model: Annotated[
-        str | None, "NAME", Doc(f"Published model: {', '.join(MODELS)}; or a Hugging Face config.json.")
+        str | None, "NAME", Doc(f"Published model: {', '.join(MODELS)}; or a Hugging Face config.json, or its folder.")
     ] = None
     seq_len: PositiveInt | None = None
     """Tokens in a training sequence, with --model; that of its pre-training, or the longest, if not given."""
@@ -107,7 +107,10 @@ class ModelRequest:
         Raises ConfigError, whose message says what to change; for an unknown name it gives the nearest known one.
         """
         assert self.model is not None
-        shape = _read_shape(self.model, self.seq_len) if self.model.endswith(".json") else model_shape(self.model)
+        path = Path(self.model)
+        if self.model not in MODELS and path.is_dir():
+            path /= "config.json"
+        shape = _read_shape(path, self.seq_len) if path.suffix == ".json" else model_shape(self.model)
         if self.seq_len is not None:
             shape = dataclasses.replace(shape, seq_len=self.seq_len)
         if self.device is None:
@@ -193,10 +196,10 @@ def given_flags(request: DataclassInstance) -> Iterator[tuple[str, Any]]:
             yield f"--{field.name.replace('_', '-')}", value
 
 
-def _read_shape(file: str, seq_len: int | None) -> ModelShape:
+def _read_shape(file: Path, seq_len: int | None) -> ModelShape:
     """Read the config.json of a Hugging Face model. Raises ConfigError."""
     try:
-        data = json.loads(Path(file).read_text(encoding="utf-8"))
+        data = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(data, dict):
             raise ConfigError("should hold a JSON object, as the config.json of a model does")
         return from_hugging_face(data, seq_len=seq_len)

@@ -117,7 +117,8 @@ def _inspect_job(config: RunConfig, *, compiles: bool) -> JobInfo:
         raise ConfigError(
             f"parallel.pp = {config.parallel.pp}: asks for more stages than the job has layers, {job.num_layers}"
         )
-    undivided = undivided_optimizer(job)
+    # Whatever builds a layer relies on the copies.
+    tied, undivided = tied_bytes(job), undivided_optimizer(job)
     is_tolerant = config.loading.on_error == "skip"
     samples = SampleReads(job, config.seed, is_tolerant=is_tolerant)
     # A coordinator's host may lack the device of the workers.
@@ -172,7 +173,7 @@ def _inspect_job(config: RunConfig, *, compiles: bool) -> JobInfo:
     check_learning_rate(job)
     # Some time after they were read, or the clock might not have moved.
     samples.check()
-    sizes, gradients, tied = param_bytes(job), gradient_bytes(job), tied_bytes(job)
+    sizes, gradients = param_bytes(job), gradient_bytes(job)
     if not any(gradients):
         raise ConfigError(f"job {config.job}: has nothing to train; no parameter of its layers requires a gradient")
     name = "Llama" if isinstance(config, TrainConfig) else config.job.rpartition("/")[2]
