@@ -126,6 +126,15 @@ def test_layers_that_do_not_fit_together_are_named() -> None:
         boundary_specs(job, 2)
 
 
+def test_ids_that_an_embedding_does_not_have_are_named_by_their_range() -> None:
+    class Ids(Zeros):
+        def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+            return torch.arange(3, 9), torch.zeros(1)
+
+    with refused(ConfigError):
+        boundary_specs(make_job([partial(nn.Embedding, 8, 4)], Ids()), 2)
+
+
 def test_a_layer_that_returns_no_tree_of_tensors_is_refused() -> None:
     class Labelled(nn.Identity):
         def forward(self, x: Tensor) -> Any:

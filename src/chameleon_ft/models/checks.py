@@ -352,10 +352,18 @@ def _run(
             return output, side
     except Exception as error:
         raise ConfigError(
-            f"{name} cannot be run on an input of {described(boundary)} on the device {device} "
+            f"{name} cannot be run on an input of {described(boundary)}{_range_of(boundary)} on the device {device} "
             f"({type(error).__name__}: {error}); check that it takes what the layer before it returns, or set "
             "the job's `boundaries`"
         ) from error
+
+
+def _range_of(boundary: Any) -> str:
+    """Return the values of whole numbers, such as ids that an embedding may not have, as text."""
+    leaves = [leaf for leaf in leaves_of(boundary) if leaf.dtype in (torch.int32, torch.int64) and leaf.numel()]
+    if not leaves or leaves[0].is_meta:
+        return ""
+    return f" from {min(int(leaf.min()) for leaf in leaves)} to {max(int(leaf.max()) for leaf in leaves)}"
 
 
 def _build_alike(job: Job, layer: int, seed: int) -> nn.Module:
