@@ -8,7 +8,8 @@ the loss to that of the job.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -28,13 +29,12 @@ class RouterLoss:
     """How a model computes the loss of its routers.
 
     Attributes:
-        num_routers: decoder layers that have a router.
+        routers: their types, each with the index of the logits in what it returns.
+        num_routers: in all decoder layers.
         weight: of the loss, beside that of the tokens.
-        index: of the logits in what a router returns.
     """
 
-    router: type[nn.Module]
-    index: int
+    routers: tuple[tuple[type[nn.Module], int], ...]
     num_routers: int
     num_experts: int
     num_chosen: int
@@ -47,17 +47,35 @@ class RouterLoss:
         Raises:
             ConfigError: the model has no such loss, or one of its own.
         """
-        config, recorder = model.config, (getattr(owner, "_can_record_outputs", None) or {}).get(_LOGITS)
-        weight = getattr(config, "router_aux_loss_coef", None)
-        if recorder is None or weight is None or not hasattr(sys.modules[type(model).__module__], _FUNCTION):
-            raise ConfigError(
-                f"{type(model).__name__}: output_router_logits is set, and the model does not compute the loss of its "
-                f"routers by {_FUNCTION}; unset it, to train without that loss"
-            )
-        router = getattr(recorder, "target_class", recorder)
-        number = sum(isinstance(module, router) for module in model.modules())
-        experts, chosen = config.num_experts, config.num_experts_per_tok
-        return cls(router, getattr(recorder, "index", 1), number, experts, chosen, weight) if weight else None
+        recorder = (getattr(owner, "_can_record_outputs", None) or {}).get(_LOGITS, [])
+        found = [
+            (getattr(each, "target_class", each), getattr(each, "index", 1))
+            for each in (recorder if isinstance(recorder, list) else [recorder])
+        ]
+        routers = tuple((router, index) for router, index in found if isinstance(router, type))
+        function: Any = getattr(sys.modules[type(model).__module__], _FUNCTION, None)
+        weight = _setting(model, "router_aux_loss_coef", "aux_loss_coef")
+        experts, chosen = _setting(model, "num_experts", "num_local_experts"), _setting(model, "num_experts_per_tok")
+        if routers and len(routers) == len(found) and None not in (function, weight, experts, chosen):
+            number = sum(isinstance(module, router) for module in model.modules() for router, _ in routers)
+            loss = cls(routers, number, experts, chosen, weight)
+            if loss._is_computed_by(function):
+                return loss if weight else None
+        raise ConfigError(
+            f"{type(model).__name__}: output_router_logits is set, and the model does not compute the loss of its "
+            f"routers by the usual {_FUNCTION}; unset it, to train without that loss"
+        )
+
+    def _is_computed_by(self, function: Any) -> bool:
+        """Return whether a function of a model gives the loss of a layer with random logits."""
+        logits = torch.randn(3, self.num_experts, generator=torch.Generator().manual_seed(0))
+        own = replace(self, num_routers=1)
+        ours = own._value(own.add(own.begin(logits.device), logits, None), len(logits))
+        try:
+            theirs = function((logits,), self.num_experts, self.num_chosen, None)
+        except Exception:  # noqa: BLE001 - of any class: it takes other arguments
+            return False
+        return bool(torch.isclose(ours, torch.as_tensor(theirs)))
 
     def begin(self, device: torch.device) -> Sums:
         """Return the sums before the first decoder layer."""
@@ -68,12 +86,13 @@ class RouterLoss:
     def watch(self, module: nn.Module, logits: list[Tensor]) -> None:
         """Have the logits of each forward of the routers in a module appended to a list."""
 
-        def note(_: nn.Module, __: Any, output: Any) -> None:
-            logits.append(output[self.index] if isinstance(output, tuple) else output)
+        def note(index: int, _: nn.Module, __: Any, output: Any) -> None:
+            logits.append(output[index] if isinstance(output, tuple) else output)
 
         for part in module.modules():
-            if isinstance(part, self.router):
-                part.register_forward_hook(note)
+            for router, index in self.routers:
+                if isinstance(part, router):
+                    part.register_forward_hook(partial(note, index))
 
     def add(self, sums: Sums, logits: Tensor, mask: Tensor | None) -> Sums:
         """Return the sums with those of a layer, whose logits are (tokens, experts); without padding, given a mask."""
@@ -85,7 +104,15 @@ class RouterLoss:
 
     def end(self, sums: Sums, num_tokens: int) -> None:
         """Add the loss of a micro-batch with so many tokens."""
+        if num_tokens and self.num_routers:
+            auxiliary_loss(self.weight * self._value(sums, num_tokens), terms=1)
+
+    def _value(self, sums: Sums, num_tokens: int) -> Tensor:
         rows = num_tokens * self.num_routers
-        if rows:
-            loss = (sums[0] / rows * (sums[1].float() / rows)).sum() * self.num_experts
-            auxiliary_loss(self.weight * loss, terms=1)
+        return (sums[0] / rows * (sums[1].float() / rows)).sum() * self.num_experts
+
+
+def _setting(model: Any, *names: str) -> Any:
+    """Return the first of some values that a model or its configuration has, None if they have none."""
+    found = (getattr(each, name, None) for each in (model, model.config) for name in names)
+    return next((value for value in found if value is not None), None)

@@ -34,6 +34,11 @@ def job_from_transformers(
     """Return the job of a decoder-only model of transformers; see `Job.from_transformers`."""
     config, folder = _config_of(model)
     walk = Walk.of(config, attention)
+    if folder is not None and getattr(config, "text_config", None) is not None and "weights" not in fields:
+        raise ConfigError(
+            f"{folder} has a model of {config.model_type}, of which only the text model can be trained: give a folder "
+            f"of a {type(walk.model).__name__} alone, which has other names of weights; or `weights` with the names"
+        )
     is_shifted = targets == "next tokens"
     if not (is_shifted or walk.shifts_labels or "loss" in fields):
         raise ConfigError(
@@ -121,11 +126,14 @@ def weights_of(walk: Walk, folder: Path | None) -> Weights:
                 f"{folder} has its weights in {others[0]}, and not in {SINGLE} or {INDEX}: load the model by "
                 "from_pretrained, and save it by save_pretrained; or give its configuration, to train from the start"
             )
-    if lacking := [name for name, is_stored in walk.uninitialized() if path is None or not is_stored]:
-        raise ConfigError(
-            f"{type(walk.model).__name__}: transformers initialises {lacking[0]} only with the whole model: give a "
-            "folder with weights, saved by save_pretrained"
-        )
+    for name, is_stored in walk.uninitialized():
+        if path is None or not is_stored:
+            remedy = (
+                "give a folder with weights, saved by save_pretrained" if is_stored else "no layer can have it alone"
+            )
+            raise ConfigError(
+                f"{type(walk.model).__name__}: transformers initialises {name} only with the whole model: {remedy}"
+            )
     names = [
         {own: stored[name] for own, name in walk.names(index).items() if name in stored}
         for index in range(-1, walk.num_blocks + 1)
@@ -142,8 +150,10 @@ def _stored_names(model: Any) -> dict[str, StoredName]:
     from transformers.core_model_loading import revert_weight_conversion
 
     state, first = dict[str, Tensor](), dict[int, str]()
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        # Tied parameters are saved once.
+    for name, tensor in sorted(
+        model.state_dict(keep_vars=True).items(), key=lambda item: item[0] in model.all_tied_weights_keys
+    ):
+        # Tied parameters are saved once, under the name that others are tied to.
         if first.setdefault(id(tensor), name) == name:
             state[name] = tensor.detach()
     places = {tensor.untyped_storage()._cdata: name for name, tensor in state.items()}

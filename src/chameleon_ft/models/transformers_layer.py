@@ -107,15 +107,15 @@ class StandIn:
 class BlockStandIn(StandIn):
     """A decoder layer: those before the one at which the forward ends return the running layer's input."""
 
-    def __init__(self, module: nn.Module, call: Call, *, as_tuple: bool, is_end: bool) -> None:
+    def __init__(self, module: nn.Module, call: Call, num_outputs: int, *, is_end: bool) -> None:
         super().__init__(module, call)
-        self._as_tuple = as_tuple
+        self._num_outputs = num_outputs
         self._is_end = is_end
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._is_end:
             raise _Reached(BlockArguments.of(args, kwargs))
-        return (self._call.given,) if self._as_tuple else self._call.given
+        return (self._call.given, *[None] * (self._num_outputs - 1)) if self._num_outputs else self._call.given
 
 
 class TransformersLayer(nn.Module):

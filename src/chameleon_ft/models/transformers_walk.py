@@ -35,6 +35,8 @@ from chameleon_ft.models.transformers_layer import (
 
 # Attributes of a decoder layer that number it, for its place in a cache of keys, which training does not have.
 _NUMBERS: Final = frozenset({"layer_idx", "layer_id", "layer_number", "block_idx"})
+# Hidden state, and what else a decoder layer may return, such as its attention.
+_MAX_OUTPUTS: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +46,9 @@ class Walk:
     Attributes:
         model: the whole model on the meta device.
         blocks: path of the list of decoder layers.
-        before, after, tables: paths of the modules that run before and after the decoder layers, and of those that have
-            buffers and no parameters, such as rotary positions, which all parts hold.
-        as_tuple: whether a decoder layer returns a tuple.
+        before, after, tables: paths of the modules that run before and after the decoder layers, and of those that
+            have no parameters, and buffers or several uses, such as rotary positions, which all parts hold.
+        num_outputs: of a decoder layer, of which the first is the hidden state; 0 if it returns no tuple.
         alike: for each decoder layer, a text of what it gets beside the hidden state.
         makes_masks: whether masks are to be made before the forward, which would make none of documents.
         mixes_documents: why documents in a sample cannot be kept apart; empty if they can be.
@@ -61,7 +63,7 @@ class Walk:
     before: tuple[str, ...]
     after: tuple[str, ...]
     tables: tuple[str, ...]
-    as_tuple: bool
+    num_outputs: int
     alike: tuple[str, ...]
     makes_masks: bool = False
     mixes_documents: str = ""
@@ -138,9 +140,13 @@ class Walk:
     def _begun(self, path: str, device: str | torch.device, *, buffers: str | torch.device | None = None) -> nn.Module:
         module: nn.Module = copy.deepcopy(self.model.get_submodule(path))
         _make_empty([module], device, buffers or device)
-        owner: Any = next(
-            part for place in _around(self.blocks) if hasattr(part := self.model.get_submodule(place), "_init_weights")
+        place = next(
+            each
+            for each in _around(self.blocks)
+            if path.startswith(each and f"{each}.") and hasattr(self.model.get_submodule(each), "_init_weights")
         )
+        # Where a module is in the model may say how it is initialised.
+        owner = _with(self.model.get_submodule(place), path.removeprefix(f"{place}."), module)
         with torch.no_grad():
             # From the inside out: a module may initialise those in it again.
             for part in reversed(list(module.modules())):
@@ -159,7 +165,7 @@ class Walk:
     def shell(self, index: int, held: Mapping[str, nn.Module], call: Call) -> Any:
         """Return the whole model for the forward of a part: with the modules that it holds, and stand-ins."""
         blocks = [
-            BlockStandIn(block, call, as_tuple=self.as_tuple, is_end=number == max(index, 0))
+            BlockStandIn(block, call, self.num_outputs, is_end=number == max(index, 0))
             for number, block in enumerate(self.model.get_submodule(self.blocks))
         ]
         return clone_around(
@@ -235,6 +241,13 @@ class Walk:
         return [(name, content_of(each)) for name, each in self._begun(path, "meta", buffers="cpu").named_buffers()]
 
 
+def _with(around: Any, path: str, module: nn.Module) -> Any:
+    """Return a copy of a module that has another one at a path; all else is shared."""
+    clone, (name, _, rest) = copy.copy(around), path.partition(".")
+    clone._modules = {**around._modules, name: _with(around._modules[name], rest, module) if rest else module}
+    return clone
+
+
 def _is_plain(name: str, value: object) -> bool:
     return name not in _NUMBERS and isinstance(value, str | int | float | bool | tuple | None)
 
@@ -245,9 +258,9 @@ def _is_plain(name: str, value: object) -> bool:
 class _Probe:
     """A decoder layer of a forward that is watched: it notes its arguments, and returns a tensor without a graph."""
 
-    def __init__(self, block: nn.Module, *, as_tuple: bool) -> None:
+    def __init__(self, block: nn.Module, num_outputs: int) -> None:
         self._block = block
-        self._as_tuple = as_tuple
+        self._num_outputs = num_outputs
         self.hidden: Any = None
         self.others: dict[str, Any] = {}
         self.returned: Tensor | None = None
@@ -262,16 +275,18 @@ class _Probe:
         names = list(inspect.signature(self._block.forward).parameters)[0 if given.by_name else 1 :]
         self.hidden, self.others = given.hidden, {**dict(zip(names, given.args, strict=False)), **given.kwargs}
         self.returned = torch.empty_like(self.hidden, requires_grad=True)
-        return (self.returned,) if self._as_tuple else self.returned
+        # Other outputs are seen by their gradient, too, wherever they are used.
+        others = [torch.empty((), requires_grad=True) for _ in range(self._num_outputs - 1)]
+        return (self.returned, *others) if self._num_outputs else self.returned
 
 
 def _find(model: Any) -> Walk:
     """Run a forward of fake tensors, and find what runs before and after the decoder layers."""
     blocks = _path_of_blocks(model)
     problem: Exception | None = None
-    for as_tuple in (False, True):
+    for num_outputs in range(_MAX_OUTPUTS + 1):
         try:
-            return _with_loss(_with_masks(_watch(model, blocks, as_tuple=as_tuple)))
+            return _with_loss(_with_masks(_watch(model, blocks, num_outputs)))
         except ConfigError:
             raise
         except Exception as error:  # noqa: BLE001 - of any class: the forward of a model
@@ -307,12 +322,12 @@ def _path_of_blocks(model: Any) -> str:
         path for path, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module) == number
     ]
     if not found:
-        raise ConfigError(f"{_name_of(model)}: it has no list of {number} decoder layers to cut into stages")
+        raise ConfigError(f"{_name_of(model)}: it has no list of {number or 'its'} decoder layers to cut into stages")
     return min(found, key=lambda path: path.count("."))
 
 
-def _watch(model: Any, blocks: str, *, as_tuple: bool) -> Walk:
-    probes = [_Probe(block, as_tuple=as_tuple) for block in model.get_submodule(blocks)]
+def _watch(model: Any, blocks: str, num_outputs: int) -> Walk:
+    probes = [_Probe(block, num_outputs) for block in model.get_submodule(blocks)]
     others: dict[str, nn.Module] = {}
     clone_around(model, blocks, probes, lambda path, module: others.setdefault(path, copy.deepcopy(module)))
     calls: dict[str, set[int]] = {path: set() for path in others}
@@ -324,11 +339,12 @@ def _watch(model: Any, blocks: str, *, as_tuple: bool) -> Walk:
     with FakeTensorMode() as mode:
         _make_empty(others.values(), "cpu", "cpu")
         shell = clone_around(model, blocks, probes, lambda path, _: others[path]).train()
-        logits = shell(input_ids=torch.zeros(2, 4, dtype=torch.int64)).logits
+        # More samples than outputs: a tensor in place of a tuple cannot be unpacked.
+        logits = shell(input_ids=torch.zeros(_MAX_OUTPUTS + 1, 4, dtype=torch.int64)).logits
         _check(model, probes, others, logits)
-    number, tables = len(probes), [path for path, module in others.items() if _is_table(module)]
+    number, tables = len(probes), [path for path, at in calls.items() if _is_table(others[path], at)]
     for path, at in calls.items():
-        if (path not in tables and any(0 < each < number for each in at)) or len(at) > 1:
+        if path not in tables and (any(0 < each < number for each in at) or len(at) > 1):
             raise ConfigError(f"{_name_of(model)}: {path} runs between decoder layers, and belongs to no stage")
         if not at and any(True for _ in others[path].parameters()):
             raise ConfigError(f"{_name_of(model)}: {path} has parameters, and is not used in a forward of tokens")
@@ -339,7 +355,7 @@ def _watch(model: Any, blocks: str, *, as_tuple: bool) -> Walk:
         before=tuple(path for path, at in calls.items() if at == {0} and path not in tables),
         after=tuple(path for path, at in calls.items() if at == {number} and path not in tables),
         tables=tuple(tables),
-        as_tuple=as_tuple,
+        num_outputs=num_outputs,
         alike=_described([probe.others for probe in probes]),
     )
     try:
@@ -405,7 +421,7 @@ def _probed(
         tables: by path.
         loss: instead of the model's function.
     """
-    probes = [_Probe(block, as_tuple=walk.as_tuple) for block in walk.model.get_submodule(walk.blocks)]
+    probes = [_Probe(block, walk.num_outputs) for block in walk.model.get_submodule(walk.blocks)]
     call = Call()
     call.given = given
 
@@ -450,6 +466,9 @@ def _with_masks(walk: Walk) -> Walk:
         )
     if "position_ids" not in inspect.signature(walk.model.forward).parameters:
         return replace(walk, mixes_documents=f"{name} takes no positions")
+    before = [part for path in walk.before for part in walk.model.get_submodule(path).modules()]
+    if any(hasattr(part, "create_position_ids_from_input_ids") for part in before):
+        return replace(walk, mixes_documents=f"positions of {name} depend on its padding, and do not begin at 0")
     if any(isinstance(part, nn.Conv1d) for part in walk.model.get_submodule(walk.blocks).modules()):
         return replace(walk, mixes_documents=f"{name} has convolutions over tokens")
     for makes_masks in (False, True):
@@ -485,8 +504,9 @@ def _hides(value: Tensor) -> bool:
     return not bool(value) if value.dtype == torch.bool else float(value) < -1.0
 
 
-def _is_table(module: nn.Module) -> bool:
-    return not any(True for _ in module.parameters()) and any(True for _ in module.buffers())
+def _is_table(module: nn.Module, calls: set[int]) -> bool:
+    """Return whether all parts are to have a module, which has no parameters, and runs at these decoder layers."""
+    return not any(True for _ in module.parameters()) and (len(calls) > 1 or any(True for _ in module.buffers()))
 
 
 def _check(model: Any, probes: Sequence[_Probe], others: Mapping[str, nn.Module], logits: Tensor) -> None:
