@@ -31,7 +31,7 @@ from chameleon_ft.worker.execution.steps import StepState, StepStats
 from chameleon_ft.worker.mover import Mover
 from tests.strategies import equal_costs
 from tests.worker.switchboard import Line, Switchboard
-from tests.worker.toy import SEED, toy_job, toy_rank, train_plainly
+from tests.worker.toy import SEED, PlainStep, toy_job, toy_rank, train_plainly
 
 CPU = torch.device("cpu")
 LAYERS, MICRO_BATCHES = 5, 4
@@ -253,9 +253,9 @@ class Cluster:
             elif backward[index]:
                 own.append(operation(B if weight[index] else OperationKind.INPUT_GRAD, index))
 
-    def assert_is_the_whole_step(self) -> None:
-        """Compare loss and gradients with the plain loop's."""
-        plain = train_plainly(self.job, BATCH, 1)[0]
+    def assert_is_the_whole_step(self, plain: PlainStep | None = None) -> None:
+        """Compare loss and gradients with the plain loop's, by default that of the toy layers."""
+        plain = plain or train_plainly(self.job, BATCH, 1)[0]
         stats = [each.stats for each in self.workers.values()]
         assert sum(s.terms for s in stats if s) == plain.terms
         assert sum(s.samples for s in stats if s) == BATCH.samples
