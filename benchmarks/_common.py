@@ -177,6 +177,16 @@ def arguments(description: str | None, *, name: str) -> argparse.ArgumentParser:
     return parser
 
 
+def add_backend(parser: argparse.ArgumentParser) -> None:
+    """Add the flag of a benchmark that trains over another library; see `use_backend`."""
+    parser.add_argument(
+        "--backend",
+        choices=["gloo", "pretended-nccl"],
+        default="gloo",
+        help="library that sends tensors: gloo, or the pretended one of tests/pretended, on its pretended accelerator",
+    )
+
+
 def add_most_others(parser: argparse.ArgumentParser) -> None:
     """Add the flag of a benchmark that takes times; see `Neighbours`."""
     parser.add_argument(

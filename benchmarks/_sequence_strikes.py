@@ -22,7 +22,7 @@ from chameleon_ft.errors import ConfigError
 from chameleon_ft.storage.files import FaultLog, RunDirectory
 from tests.harness import Command
 from tests.mounts import fill
-from tests.network import ADDRESSES, Network
+from tests.network import ADDRESSES, Network, interface
 
 _POLL_S: Final = 0.005
 _STOPPED_S: Final = 2.0  # of a process that is stopped; longer than a recovery takes
@@ -88,7 +88,9 @@ def train_on_hosts(
     with Network(f"strikes-{os.getpid()}") as network, ExitStack() as stack:
 
         def start(host: str, *words: str | Path) -> Command:
-            return stack.enter_context(Command(*words, network=network.name(host), own_interpreter=False))
+            environ = {"NCCL_SOCKET_IFNAME": interface(host)}
+            started = Command(*words, network=network.name(host), own_interpreter=False, environ=environ)
+            return stack.enter_context(started)
 
         coordinator = start("second", "coordinator", file, "--output-dir", run.path)
         coordinator.read_until("chameleon agent --coordinator")

@@ -24,7 +24,7 @@ from typing import Any, get_args
 
 import torch
 
-from benchmarks._common import Bar, Report, new_folder, report_arguments
+from benchmarks._common import Bar, Report, add_backend, new_folder, report_arguments
 from benchmarks._neighbours import progress
 from benchmarks._sequence_checks import EVALUATION_TOLERANCES, Findings, look_at
 from benchmarks._sequence_draws import DrawnRun, Part, draw
@@ -49,6 +49,7 @@ from chameleon_ft.plan import Plan, RecomputedLayers, data_pipeline_plan
 from chameleon_ft.storage.files import RunDirectory
 from chameleon_ft.storage.recorder import View
 from chameleon_ft.verify.verification import TOLERANCES
+from tests.backends import use_backend
 from tests.harness import small_config, train_here
 from tests.mounts import small_disk
 
@@ -58,13 +59,15 @@ _RIGHT_DIAGNOSES = 0.95
 
 def main() -> int:
     given = _arguments()
+    use_backend(given.backend)
     folder = new_folder(given.out)
     seeds = range(given.seed, given.seed + given.runs)
     runs = [draw(seed, joins=given.joins, strikes=given.strikes) for seed in seeds]
     if given.part:
         runs = [replace(run, parts=tuple(dict.fromkeys((*run.parts, given.part)))) for run in runs]
     trained = partial(_trained, folder)
-    with ProcessPoolExecutor(given.jobs, mp_context=multiprocessing.get_context("spawn")) as processes:
+    spawned = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(given.jobs, spawned, initializer=use_backend, initargs=(given.backend,)) as processes:
         findings = list(processes.map(trained, runs))
     return _report(list(zip(runs, findings, strict=True))).emit(folder, as_json=given.json)
 
@@ -270,6 +273,7 @@ def _arguments() -> argparse.Namespace:
         "workers at random moments, fill disks, cut links between hosts or coordinators off (in network namespaces), "
         "slow workers and links down, and spoil gradients and states, too",
     )
+    add_backend(parser)
     parser.add_argument("--part", choices=get_args(Part), help="have all runs have this part")
     given = parser.parse_args()
     for name in ("runs", "jobs"):

@@ -17,7 +17,9 @@ ENVIRON = {
 
 
 def use_backend(backend: str) -> None:
-    """Let every `small_config` of this process, and of those that it starts, use a backend of the pretended device."""
+    """Let every `small_config` of this process, and of those that it starts, use a backend; see `--backend`."""
+    if backend == "gloo":
+        return
     os.environ.update(ENVIRON, CHAMELEON_TEST_BACKEND=backend)
     sys.path.insert(0, str(_PLACE))
     # The plain loop runs on the device in this process.

@@ -44,8 +44,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Let all real runs use a backend, also those of processes that tests start."""
-    if (backend := config.getoption("--backend")) != "gloo":
-        use_backend(backend)
+    use_backend(config.getoption("--backend"))
 
 
 _LONGEST: Final = (

@@ -64,12 +64,13 @@ class Network:
 
     def drop(self, sender: str, receiver: str) -> None:
         """Have all packets from one host to another vanish silently, until `heal`."""
-        nowhere = "02:00:00:00:00:01"
-        _ip("-n", self.name(sender), "neigh", "replace", ADDRESSES[receiver], "lladdr", nowhere, "dev", _device(sender))
+        nowhere, own = "02:00:00:00:00:01", interface(sender)
+        _ip("-n", self.name(sender), "neigh", "replace", ADDRESSES[receiver], "lladdr", nowhere, "dev", own)
 
     def heal(self, sender: str, receiver: str) -> None:
-        _ip("-n", self.name(sender), "neigh", "del", ADDRESSES[receiver], "dev", _device(sender))
+        _ip("-n", self.name(sender), "neigh", "del", ADDRESSES[receiver], "dev", interface(sender))
 
 
-def _device(host: str) -> str:
+def interface(host: str) -> str:
+    """Return the name of a host's interface to the others."""
     return "switch" if host == "coordinator" else "eth0"

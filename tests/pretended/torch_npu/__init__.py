@@ -382,8 +382,10 @@ _torch_empty: Final = torch.empty
 
 
 def _pinned(tensor: Tensor) -> Tensor:
-    for address in [address for address, storage in _PINNED.items() if storage.expired()]:
-        del _PINNED[address]
+    # Any thread may pin.
+    for address, held in tuple(_PINNED.items()):
+        if held.expired():
+            _PINNED.pop(address, None)
     storage = tensor.untyped_storage()
     _PINNED[storage.data_ptr()] = StorageWeakRef(storage)
     return tensor
