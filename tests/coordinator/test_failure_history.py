@@ -74,3 +74,11 @@ def test_a_search_teaches_nothing_about_the_time_of_a_look_up() -> None:
     history = history.decided(looked_up=True, decide_s=0.01, hand_out_s=0.005)
     assert history.phases(looked_up=True).decide_s == 0.01
     assert (history.hand_out_s(looked_up=True), history.hand_out_s(looked_up=False)) == (0.005, 0.12)
+
+
+def test_connections_are_predicted_by_those_of_earlier_generations() -> None:
+    history, predicted = FailureHistory.before(Recovery()), list[float | None]()
+    for generation, formed, seconds in ((1, 2, 0.3), (1, 4, 0.4), (2, 6, 0.9), (2, 0, 0.1), (3, 4, 0.5)):
+        history, predicted_s = history.connected(generation, formed, seconds)
+        predicted.append(predicted_s)
+    assert predicted == pytest.approx([None, None, 0.5, 0.0, 0.6])

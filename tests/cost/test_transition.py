@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from chameleon_ft.cost.transition import StallModel, TransitionEstimate, received_layers, state_bytes
+from chameleon_ft.cost.transition import ConnectionModel, StallModel, TransitionEstimate, received_layers, state_bytes
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.plan import LayerRange, Placement
 from chameleon_ft.workload import LayerCost, Workload
@@ -26,6 +26,16 @@ def test_what_moves_adds_to_the_stall() -> None:
     found = TransitionEstimate(phases=STALL, transfer_s=2.0, repeat_s=0.0)
 
     assert (found.stall_s, found.lost_s) == (3.875, 3.875)
+
+
+def test_new_communicators_take_a_time_of_their_own_and_one_for_each() -> None:
+    assert ConnectionModel.fitted([(0, 0.1)]) is None, "a worker that keeps all forms none"
+    model = ConnectionModel.fitted([(0, 0.0), (2, 0.34), (4, 0.38), (4, 0.38), (8, 0.46)])
+    assert model is not None
+    assert [model.connect_s(number) for number in (0, 2, 16)] == pytest.approx([0.0, 0.34, 0.62])
+    assert ConnectionModel.fitted([(3, 0.5), (3, 0.25)]) == ConnectionModel(creation_s=0.375, first_use_s=0.0)
+    shrinking = ConnectionModel.fitted([(2, 0.5), (6, 0.25)])
+    assert shrinking == ConnectionModel(creation_s=0.375, first_use_s=0.0), "more never take less time"
 
 
 def test_parameters_and_optimizer_state_move_and_gradients_do_not() -> None:

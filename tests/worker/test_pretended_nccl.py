@@ -18,8 +18,9 @@ import torch
 from torch.utils import backend_registration
 
 from chameleon_ft.config import BACKENDS, Checkpoint, Failure, Health, Parallel, Recovery
+from chameleon_ft.schedule.channels import Channel, Kind
 from chameleon_ft.storage.files import RunDirectory
-from chameleon_ft.worker.communicators.base import Channel, CommunicationError, Kind, Membership, Tag, tag_of
+from chameleon_ft.worker.communicators.base import CommunicationError, Membership, Tag, tag_of
 from chameleon_ft.worker.communicators.gloo import GlooCommunicators
 from chameleon_ft.worker.communicators.two_parts import DevicePart, TwoPartCommunicators
 from tests.backends import ENVIRON, use_backend

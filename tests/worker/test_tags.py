@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 
 import chameleon_ft.worker
-from chameleon_ft.worker.communicators.base import Kind, Tag, kind_on_device, tag_of
+from chameleon_ft.schedule.channels import Kind
+from chameleon_ft.worker.communicators.base import Tag, kind_on_device, tag_of
 
 ROOT = Path(chameleon_ft.worker.__path__[0])
 LAST = (False, 4095, 999)

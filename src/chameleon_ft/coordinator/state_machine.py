@@ -279,10 +279,8 @@ def _worker_message(draft: Draft, worker: Worker, message: Message) -> None:
             health.bad_step(draft, worker.id, message)
         case messages.SampleUnread():
             health.sample_unread(draft, worker.id, message)
-        case messages.DevicesConnected(generation=of, kept=kept, formed=formed, seconds=seconds):
-            draft.record(
-                kinds.DevicesConnected(generation=of, worker=worker.id, kept=kept, formed=formed, seconds=seconds)
-            )
+        case messages.DevicesConnected():
+            regrouping.devices_connected(draft, worker.id, message)
         case messages.LoaderEnded():
             health.loader_ended(draft, worker.id, message)
         case messages.StateDiffers():

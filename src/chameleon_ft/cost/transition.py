@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
+from statistics import fmean, linear_regression
+from typing import Self
 
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.plan.plan import Placement
@@ -40,6 +43,43 @@ class StallModel:
     def total_s(self) -> float:
         """All phases, one after the other."""
         return math.fsum((self.detect_s, self.stop_s, self.decide_s, self.regroup_s))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionModel:
+    """Seconds until new communicators between devices can be used; a worker trains meanwhile.
+
+    All are formed at the same time. Then each carries one element, one after the other.
+
+    Attributes:
+        creation_s: until they are formed.
+        first_use_s: of the element of each.
+
+    Raises:
+        ConfigError: a time that is negative or not finite.
+    """
+
+    creation_s: float
+    first_use_s: float
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            _check_seconds(each.name, getattr(self, each.name))
+
+    @classmethod
+    def fitted(cls, measured: Iterable[tuple[int, float]]) -> Self | None:
+        """Return the model of measured (new communicators, seconds), by least squares; None without a new one."""
+        pairs = [(number, seconds) for number, seconds in measured if number]
+        if not pairs:
+            return None
+        numbers, seconds = zip(*pairs, strict=True)
+        first_use_s = max(0.0, linear_regression(numbers, seconds).slope) if len(set(numbers)) > 1 else 0.0
+        creation_s = max(0.0, fmean(seconds) - first_use_s * fmean(numbers))
+        return cls(creation_s=creation_s, first_use_s=first_use_s)
+
+    def connect_s(self, formed: int) -> float:
+        """Return the seconds until so many new communicators of a worker can be used."""
+        return self.creation_s + formed * self.first_use_s if formed else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -442,7 +442,8 @@ class SampleLeftOut(Event):
 class DevicesConnected(Event):
     """The devices of a `worker` are connected in a `generation`, beside what else it did for so many `seconds`.
 
-    `kept`: communicators that served the generation before; `formed`: new ones.
+    `kept`: communicators that served the generation before; `formed`: new ones. `predicted_s`: the seconds by those of
+    earlier generations, null without any.
     """
 
     generation: Count
@@ -450,6 +451,7 @@ class DevicesConnected(Event):
     kept: Count
     formed: Count
     seconds: Number
+    predicted_s: Number | None = None
 
 
 @event("loader_ended")

@@ -33,6 +33,7 @@ from chameleon_ft.schedule import (
     check_program,
     default_limits,
 )
+from chameleon_ft.schedule.channels import Channel, channels_of, channels_of_exchange
 from chameleon_ft.sync import Segment, gradient_rounds, gradient_segments, tied_segments
 from chameleon_ft.transfer import Transfer
 
@@ -201,6 +202,18 @@ class WorkerOrders:
     def participants(self) -> tuple[int, ...]:
         """Workers of the generation, ascending; a worker's rank in the world communicator is its index."""
         return self.members if self.transition is None else self.transition.participants
+
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """The groups of workers that reduce together, each ascending, in one order on all workers."""
+        return tuple(dict.fromkeys(each.holders for each in self.segments if len(each.holders) > 1))
+
+    @property
+    def channels(self) -> set[Channel]:
+        """The channels on which this worker sends and receives from device to device."""
+        programs = (self.program, *(program for _, program in self.later))
+        own = set().union(*(channels_of(self.worker, program.of(self.worker)) for program in programs))
+        return own if self.sharding is None else own | channels_of_exchange(self.worker, self.sharding.layers)
 
     @property
     def former_sharding(self) -> Sharding | None:

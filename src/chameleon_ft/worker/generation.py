@@ -12,8 +12,6 @@ from chameleon_ft.protocol.messages import DevicesConnected, Discard, Migrate, P
 from chameleon_ft.recovery.generation import WorkerOrders
 from chameleon_ft.worker.communicators.base import Communicators, Membership
 from chameleon_ft.worker.control_client import ControlClient
-from chameleon_ft.worker.execution.executor import channels_of
-from chameleon_ft.worker.execution.gather import channels_of_exchange
 from chameleon_ft.worker.fault_injection import FaultInjector
 from chameleon_ft.worker.state_transfer.layer_messages import Allocation, LayerAllocator
 from chameleon_ft.worker.state_transfer.migration import LayerMigration
@@ -55,21 +53,17 @@ class Generation:
         self.communicators.interrupt()
 
     def _membership(self, client: ControlClient) -> Membership:
-        order, worker = self.order, self.order.worker
+        order = self.order
 
         def connected(kept: int, formed: int, seconds: float) -> None:
             client.send(DevicesConnected(generation=order.generation, kept=kept, formed=formed, seconds=seconds))
 
-        programs = (order.program, *(program for _, program in order.later))
-        channels = set().union(*(channels_of(worker, program.of(worker)) for program in programs))
-        if order.sharding is not None:
-            channels |= channels_of_exchange(worker, order.sharding.layers)
         return Membership(
             generation=order.generation,
-            worker=worker,
+            worker=order.worker,
             members=order.participants,
-            groups=tuple(dict.fromkeys(segment.holders for segment in order.segments if len(segment.holders) > 1)),
-            channels=tuple(sorted(channels)),
+            groups=order.groups,
+            channels=tuple(sorted(order.channels)),
             rendezvous=client.rendezvous(order.generation),
             connected=connected,
         )

@@ -9,7 +9,7 @@ from chameleon_ft.coordinator.detectors import base as signals
 from chameleon_ft.coordinator.handlers import bad_steps, evaluations, incidents
 from chameleon_ft.coordinator.handlers.draft import Draft, record_incident
 from chameleon_ft.coordinator.state.state import Phase
-from chameleon_ft.events import decisions
+from chameleon_ft.events import decisions, kinds
 from chameleon_ft.protocol import messages
 from chameleon_ft.recovery.generation import GenerationSpec
 
@@ -106,6 +106,18 @@ def switched(draft: Draft, message: messages.Switched) -> None:
             planned_bytes=active.transfer.total_bytes,
             moved_bytes=message.moved_bytes,
             transfer_s=message.transfer_s,
+        )
+    )
+
+
+def devices_connected(draft: Draft, worker: int, message: messages.DevicesConnected) -> None:
+    """Record how long it took to connect the devices of a worker, beside the prediction."""
+    generation, kept, formed, seconds = message.generation, message.kept, message.formed, message.seconds
+    history, predicted_s = draft.state.history.connected(generation, formed, seconds)
+    draft.state = replace(draft.state, history=history)
+    draft.record(
+        kinds.DevicesConnected(
+            generation=generation, worker=worker, kept=kept, formed=formed, seconds=seconds, predicted_s=predicted_s
         )
     )
 

@@ -16,7 +16,7 @@ from typing import Any, Final, Literal, Self
 from chameleon_ft.config import Recovery
 from chameleon_ft.coordinator.detectors.process import describe_exit
 from chameleon_ft.coordinator.state.switches import Migrated
-from chameleon_ft.cost.transition import StallModel
+from chameleon_ft.cost.transition import ConnectionModel, StallModel
 from chameleon_ft.events.records import (
     FOLLOWED_STEPS,
     FailureCostRecord,
@@ -272,9 +272,18 @@ class PastDecision:
     hand_out_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class PastConnection:
+    """New communicators between the devices of a worker and others, and how long they took."""
+
+    generation: int
+    formed: int
+    seconds: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureHistory:
-    """Counts failures and worker-seconds, and keeps durations of recent stalls and decisions. Times are in seconds."""
+    """Counts failures and worker-seconds, and keeps recent durations. Times are in seconds."""
 
     # The failure model of all incidents but the latest, which may still grow.
     settled: FailureModel
@@ -285,6 +294,7 @@ class FailureHistory:
     latest: LatestIncident | None = None
     stalls: tuple[PastStall, ...] = ()
     decisions: tuple[PastDecision, ...] = ()
+    connections: tuple[PastConnection, ...] = ()
 
     @classmethod
     def before(cls, recovery: Recovery) -> Self:
@@ -317,6 +327,13 @@ class FailureHistory:
         """Note the stall of a loss, once training has resumed."""
         past = PastStall(record.detect_s, record.stop_s, record.regroup_s)
         return replace(self, stalls=(*self.stalls, past)[-_RECENT:])
+
+    def connected(self, generation: int, formed: int, seconds: float) -> tuple[Self, float | None]:
+        """Note that the devices of a worker are connected; return the prediction by the generations before, too."""
+        model = ConnectionModel.fitted((e.formed, e.seconds) for e in self.connections if e.generation < generation)
+        past = PastConnection(generation, formed, seconds)
+        history = replace(self, connections=(*self.connections, past)[-_RECENT:])
+        return history, None if model is None else model.connect_s(formed)
 
     def decided(self, *, looked_up: bool, decide_s: float, hand_out_s: float) -> Self:
         """Note a decision that was carried out.

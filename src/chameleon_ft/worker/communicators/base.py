@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store, Work
 
 from chameleon_ft.errors import ChameleonError
+from chameleon_ft.schedule.channels import Channel, Kind
 
 
 class CommunicationError(ChameleonError):
@@ -26,24 +27,6 @@ class CommunicationError(ChameleonError):
     def __init__(self, peer: int | None, reason: str) -> None:
         self.peer = peer
         super().__init__(f"{'a collective' if peer is None else f'a message with worker {peer}'} failed: {reason}")
-
-
-@unique
-class Kind(IntEnum):
-    """The kinds of messages that go from device to device."""
-
-    GRADIENT = 0
-    ACTIVATION = 1
-    PARAMETERS = 2
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Channel:
-    """The messages of one kind from one worker to another, which go from device to device."""
-
-    sender: int
-    receiver: int
-    kind: Kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +85,10 @@ class Communicators(Protocol):
         """
 
     def settle(self) -> None:
-        """Wait until all groups are formed, as each of their reductions does. Raises CommunicationError."""
+        """Wait until all groups are formed, as each of their reductions does. Raises CommunicationError.
+
+        All members call it before any of them sends, or none does.
+        """
 
     def send(self, tensor: Tensor, *, peer: int, tag: int, stands_for_bytes: int | None = None) -> InFlight:
         """Start sending a contiguous tensor, which must not change until it has arrived.
@@ -128,7 +114,10 @@ class Communicators(Protocol):
         """
 
     def vote(self, ballot: Tensor, group: tuple[int, ...]) -> InFlight:
-        """Start summing a few numbers, in host memory, in place over `group`, which is as in `all_reduce`."""
+        """Start summing a few numbers, in host memory, in place over `group`, which is as in `all_reduce`.
+
+        This rank has no result of an operation, reduction or updated parameters on their way meanwhile.
+        """
 
     def unreached(self) -> Mapping[int, float]:
         """Return worker -> for how many seconds it has not answered at all, of those that do not.
@@ -198,7 +187,7 @@ def kind_on_device(tag: int) -> Kind | None:
     This is the one place that says so. Between devices go the results of operations, in the order of the checked
     program, and the parameters after each update; and all reductions of gradients, which are no messages. The results
     of the rest of a step do not: some are sent again, in any order, and between devices only the order tells messages
-    apart. So the rest begins before the devices are connected.
+    apart.
     """
     if tag == Tag.UPDATED_PARAMETERS:
         return Kind.PARAMETERS

@@ -23,7 +23,7 @@ from chameleon_ft.keys import generator_lock
 from chameleon_ft.models.precision import loss_and_terms, terms_of
 from chameleon_ft.schedule import Operation, OperationKind
 from chameleon_ft.trees import BoundarySpec, leaves_of
-from chameleon_ft.worker.communicators.base import Channel, Communicators, InFlight, Kind, tag_of
+from chameleon_ft.worker.communicators.base import Communicators, InFlight, tag_of
 from chameleon_ft.worker.context import RankContext
 from chameleon_ft.worker.control_client import Activity
 from chameleon_ft.worker.device import wait_for_stream
@@ -517,13 +517,6 @@ def _input_of(operation: Operation) -> Result:
     """Return the result that an operation uses: of the hop before, or of the hop after. W uses none."""
     forward, layers = operation.kind is OperationKind.FORWARD, operation.layers
     return forward, operation.micro_batch, layers.start - 1 if forward else layers.stop
-
-
-def channels_of(worker: int, operations: Sequence[Operation]) -> set[Channel]:
-    """Return the channels on which a worker's program sends and receives."""
-    kinds = {o: Kind.ACTIVATION if o.kind is OperationKind.FORWARD else Kind.GRADIENT for o in operations}
-    received = {Channel(o.receive_from, worker, kind) for o, kind in kinds.items() if o.receive_from is not None}
-    return received | {Channel(worker, o.send_to, kind) for o, kind in kinds.items() if o.send_to is not None}
 
 
 def _middle_of_each_kind(operations: Sequence[Operation]) -> dict[int, str]:

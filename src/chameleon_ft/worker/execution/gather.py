@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from chameleon_ft.plan.shards import LayerShards
-from chameleon_ft.worker.communicators.base import Channel, InFlight, Kind, Tag
+from chameleon_ft.worker.communicators.base import InFlight, Tag
 from chameleon_ft.worker.execution.layers import HeldLayers
 from chameleon_ft.worker.mover import Mover
 
@@ -190,19 +190,6 @@ class ParameterExchange:
             sending.wait()
         self._in_flight.popleft()
         self._ended += 1
-
-
-def channels_of_exchange(worker: int, shards: Iterable[LayerShards]) -> set[Channel]:
-    """Return the channels on which a worker exchanges the parameters of layers that have such slices."""
-    return {
-        Channel(sender, receiver, Kind.PARAMETERS)
-        for own in shards
-        if worker in own.holders
-        for receivers in own.receivers()
-        for sender, others in receivers.items()
-        for receiver in others
-        if worker in (sender, receiver)
-    }
 
 
 def _messages_of(pieces: _Pieces) -> list[_Pieces]:

@@ -39,7 +39,8 @@ from chameleon_ft.host.fork_server import ForkServer, receive
 from chameleon_ft.protocol.address import join_address, local_address_towards, split_address
 from chameleon_ft.protocol.codec import decode
 from chameleon_ft.protocol.messages import Message, Publish
-from chameleon_ft.worker.communicators.base import Channel, Communicators, Kind, Membership, Rendezvous
+from chameleon_ft.schedule.channels import Channel, Kind
+from chameleon_ft.worker.communicators.base import Communicators, Membership, Rendezvous
 from chameleon_ft.worker.communicators.store import GenerationStore, open_store, serve_store
 from chameleon_ft.worker.device import claim_device, communicators_for, wait_for_stream
 
@@ -289,6 +290,7 @@ def _take_part(member: Member) -> MeasuredLinks | None:
     )
     try:
         communicators.open(membership)
+        communicators.settle()
         return _Exchanging(communicators, device, member.exchange.repeats).run(member.exchange, member.worker)
     finally:
         communicators.close()
