@@ -1,12 +1,14 @@
 """How many steps does a failure cost? Single losses at random moments of a step.
 
-Four parts; --parts picks some. Each compares two settings.
+Five parts; --parts picks some. Each compares two settings.
 
   emulated             32 emulated workers, 8 pipelines of 4 stages of a Llama 2 7B, 128 micro-batches: with
                        `recovery.salvage`, and without it
   real                 the same on eight CPU workers, with the model and the layout of the quick start
   emulated-migration   the policy `chameleon`, after whose losses layers move during training, and `reroute`
   real-migration       the same on eight CPU workers, with a model of 600 MB of state
+  backends             eight workers of the quick start on the pretended accelerator of tests/pretended, over its
+                       library, whose communicators take --creation-s each, and over gloo
 
 A worker is lost to SIGKILL. Worker and moment are drawn from --seed, the moment evenly over a step. Runs with the two
 settings alternate; two of a pair have the same draws. A run loses one worker, so that every loss is
@@ -27,6 +29,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -48,24 +51,45 @@ from chameleon_ft.config import (
     RunConfig,
     Snapshots,
 )
+from tests.backends import use_backend
 
-_SALVAGE: Final[Mapping[str, Mapping[str, Any]]] = {"salvage": {"salvage": True}, "no salvage": {"salvage": False}}
-_MIGRATION: Final[Mapping[str, Mapping[str, Any]]] = {
-    "migration": {"policy": "chameleon"},
-    "reroute": {"policy": "reroute"},
-}
-_PARTS: Final = {
+_Setting = Callable[[RunConfig], RunConfig]
+_LIBRARY: Final = "pretended-nccl"
+
+
+def _recovering(**changes: Any) -> _Setting:
+    return lambda config: config.model_copy(update={"recovery": config.recovery.model_copy(update=changes)})
+
+
+def _over(backend: str) -> _Setting:
+    return lambda config: config.model_copy(update={"device": "npu", "backend": backend, "share_devices": True})
+
+
+_SALVAGE: Final = {"salvage": _recovering(salvage=True), "no salvage": _recovering(salvage=False)}
+_MIGRATION: Final = {"migration": _recovering(policy="chameleon"), "reroute": _recovering(policy="reroute")}
+_PARTS: Final[Mapping[str, Mapping[str, _Setting]]] = {
     "emulated": _SALVAGE,
     "real": _SALVAGE,
     "emulated-migration": _MIGRATION,
     "real-migration": _MIGRATION,
+    "backends": {_LIBRARY: _over(_LIBRARY), "gloo": _over("gloo")},
 }
 _ALWAYS: Final = 1_000_000  # more steps, and restarts of a worker, than there are
-_SETTINGS: Final = ("losses", "losses_per_run", "settled", "seed", "policy", "time_scale", "respawn_delay_s")
+_SETTINGS: Final = (
+    "losses",
+    "losses_per_run",
+    "settled",
+    "seed",
+    "policy",
+    "time_scale",
+    "respawn_delay_s",
+    "creation_s",
+)
 
 _EMULATED_COST, _EMULATED_LARGE_COST = 0.20, 0.30
 _REAL_REPEATED, _REAL_RATIO = 0.15, 0.65
 _STALL_RATIO: Final = 1.1
+_BACKENDS_RATIO: Final = 1.3
 _PREDICTION_ERROR: Final = 0.15
 _ROUNDING: Final = 0.001
 _OTHER_MEDIAN: Final = "because a run compares with the durations of its last ten steps, under whatever plan"
@@ -180,7 +204,11 @@ def main() -> int:
         "real": partial(real_config, given),
         "emulated-migration": partial(emulated_config, given),
         "real-migration": partial(large_config, given),
+        "backends": partial(real_config, given),
     }
+    if "backends" in given.parts:
+        use_backend(_LIBRARY)
+        os.environ["PRETENDED_NCCL_CREATION_S"] = str(given.creation_s)
     found: list[Measured] = []
     for part in given.parts:
         found += _measured(part, configs[part](), given, folder, neighbours)
@@ -247,12 +275,10 @@ def _measured(
     for pair, first in enumerate(range(0, given.losses, given.losses_per_run)):
         count = min(given.losses_per_run, given.losses - first)
         losses = draws(f"{given.seed} {part} {pair}", workers=config.workers, count=count)
-        for setting, changes in _PARTS[part].items():
+        for setting, of_setting in _PARTS[part].items():
             name = f"{part}-{setting.replace(' ', '-')}-{pair}"
             progress(f"{part}, {setting}, losses {first + 1} to {first + count} of {given.losses}")
-            recovery = config.recovery.model_copy(update=dict(changes))
-            now = config.model_copy(update={"recovery": recovery})
-            costs[setting] += _run(now, losses, given, folder / name, neighbours)
+            costs[setting] += _run(of_setting(config), losses, given, folder / name, neighbours)
     return [Measured(part=part, setting=setting, costs=tuple(each)) for setting, each in costs.items()]
 
 
@@ -311,6 +337,13 @@ def bars(found: Sequence[Measured]) -> tuple[Bar, ...]:
         if moving := by_name.get((part, "migration")):
             ratio = moving.stall_s.median / by_name[part, "reroute"].stall_s.median
             asked.append(Bar(name=f"{part}, stall over that of reroute, medians", value=ratio, limit=_STALL_RATIO))
+    if library := by_name.get(("backends", _LIBRARY)):
+        gloo, what = by_name["backends", "gloo"], f"over {_LIBRARY}, by that over gloo, medians"
+        ratios = {
+            "stall": library.stall_s.median / gloo.stall_s.median,
+            "cost": library.cost.median / gloo.cost.median,
+        }
+        asked += [Bar(name=f"{name} {what}", value=ratio, limit=_BACKENDS_RATIO) for name, ratio in ratios.items()]
     for measured in (emulated, real):
         if measured is not None and (error := measured.prediction_error) is not None:
             name = f"{measured.part}, mean error of predicted cost"
@@ -353,6 +386,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--respawn-delay-s", type=float, default=6.0, help="longer than the step takes that it was lost in"
     )
+    parser.add_argument("--creation-s", type=float, default=0.3, help="of a communicator of the pretended library")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table for the docs")
     given = parser.parse_args()
     given.profile = given.profile.resolve()

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
 
+from chameleon_ft.schedule.channels import Channel, Kind
+from chameleon_ft.worker.communicators import two_parts
 from chameleon_ft.worker.communicators.base import (
-    Channel,
     CommunicationError,
     Communicators,
-    Kind,
     Membership,
     Rendezvous,
     Tag,
@@ -34,10 +35,8 @@ class Part:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.groups: tuple[tuple[int, ...], ...] | None = None
 
-    def open(self, membership: Membership) -> None:
-        self.groups = membership.groups
+    def open(self, membership: Membership) -> None: ...
 
     def settle(self) -> None: ...
 
@@ -54,8 +53,19 @@ class Part:
     def all_reduce(self, tensor: Tensor, *_: Any) -> str:
         return f"{self.name} reduces"
 
-    def vote(self, ballot: Tensor, group: tuple[int, ...]) -> str:
-        return f"{self.name} votes"
+    def vote(self, ballot: Tensor, group: tuple[int, ...]) -> Vote:
+        return Vote(ballot, len(group))
+
+
+@dataclass
+class Vote:
+    """A vote in which all say the same."""
+
+    ballot: Tensor
+    members: int
+
+    def wait(self) -> None:
+        self.ballot *= self.members
 
 
 class Device(Part):
@@ -84,30 +94,51 @@ def opened(device: Device) -> Any:
     made.open(
         Membership(generation=1, worker=1, members=(1, 2), groups=((1, 2),), channels=channels, rendezvous=rendezvous)
     )
-    assert host.groups == (), "no group reduces through host memory"
     return made
 
 
-def test_each_kind_of_message_goes_by_its_part() -> None:
+def voted(communicators: Any) -> list[float]:
+    ballot = torch.tensor([3.0, 4.0])
+    communicators.vote(ballot, (1, 2)).wait()
+    return ballot.tolist()
+
+
+def test_each_kind_of_message_goes_by_its_part_once_all_members_have_both() -> None:
     device = Device()
-    device.allowed.set()
     made = opened(device)
     activation, gradient = (tag_of((forward, 3, 1), num_layers=2) for forward in (True, False))
     again = tag_of((True, 3, 1), num_layers=2, is_rest=True)
-    assert made.send(TENSOR, peer=2, tag=activation) == "device sends"
-    assert made.receive(TENSOR, peer=2, tag=gradient) == "device receives"
-    assert made.send(TENSOR, peer=2, tag=Tag.UPDATED_PARAMETERS) == "device sends"
-    assert made.all_reduce(TENSOR, (1, 2)) == "device reduces"
-    assert made.vote(TENSOR, (1, 2)) == "host votes"
-    for tag in (again, Tag.SNAPSHOT, Tag.LAYER, Tag.PARAMETERS_AGAIN):
-        assert made.send(TENSOR, peer=2, tag=tag) == "host sends"
-        assert made.receive(TENSOR, peer=2, tag=tag) == "host receives"
+    for part in ("host", "device"):
+        assert made.send(TENSOR, peer=2, tag=activation) == f"{part} sends"
+        assert made.receive(TENSOR, peer=2, tag=gradient) == f"{part} receives"
+        assert made.send(TENSOR, peer=2, tag=Tag.UPDATED_PARAMETERS) == f"{part} sends"
+        assert made.all_reduce(TENSOR, (1, 2)) == f"{part} reduces"
+        for tag in (again, Tag.SNAPSHOT, Tag.LAYER, Tag.PARAMETERS_AGAIN):
+            assert made.send(TENSOR, peer=2, tag=tag) == "host sends"
+            assert made.receive(TENSOR, peer=2, tag=tag) == "host receives"
+        assert voted(made) == [6.0, 8.0]
+        if part == "host":
+            assert made.all_reduce(TENSOR, (1, 2)) == "host reduces", "they had not formed it when they voted"
+            device.allowed.set()
+            made._is_formed.wait()
+            assert made.all_reduce(TENSOR, (1, 2)) == "host reduces", "a member does not know of the others"
+            assert voted(made) == [6.0, 8.0]
 
 
-def test_messages_through_host_memory_do_not_wait_for_the_devices() -> None:
+def test_a_prepared_generation_begins_with_both_parts() -> None:
     device = Device()
     made = opened(device)
-    assert made.send(TENSOR, peer=2, tag=Tag.LAYER) == "host sends"
+    device.allowed.set()
+    made.settle()
+    assert made.all_reduce(TENSOR, (1, 2)) == "device reduces"
+
+
+def test_much_that_is_reduced_waits_for_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(two_parts, "_MAX_HOST_BYTES", 2 * TENSOR.nbytes)
+    device = Device()
+    made = opened(device)
+    assert made.send(TENSOR, peer=2, tag=Tag.UPDATED_PARAMETERS) == "host sends", "it counts by itself"
+    assert [made.all_reduce(TENSOR, (1, 2)) for _ in range(2)] == ["host reduces"] * 2
     with ThreadPoolExecutor(1) as pool:
         reduced = pool.submit(made.all_reduce, TENSOR, (1, 2))
         assert not reduced.done()
@@ -129,6 +160,7 @@ def test_an_error_of_the_library_is_raised_where_its_communicators_are_needed() 
     device = Device(RuntimeError("unhandled system error"))
     device.allowed.set()
     made = opened(device)
+    made._is_formed.wait()
     with pytest.raises(CommunicationError):
         made.all_reduce(TENSOR, (1, 2))
     assert made.send(TENSOR, peer=2, tag=Tag.LAYER) == "host sends"

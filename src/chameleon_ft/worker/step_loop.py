@@ -155,6 +155,7 @@ class StepLoop:
                 sums, stats = self.evaluator.run(
                     self.executor, state, self._order.operations, after=self._between_operations
                 )
+            self.committer.await_parameters()
             total = sums.of_ballot(self.committer.total(sums.ballot(), self._commit_context()))
         finally:
             state.in_flight.clear()

@@ -2,7 +2,8 @@
 
 `kind_on_device` of `base` says which message goes where. The host part, whose waits can be interrupted and whose
 messages have tags, is connected first; the device part is formed beside what follows. So votes, layers that move,
-snapshots, streams and the rest of an interrupted step never wait for it.
+snapshots, streams and the rest of an interrupted step never wait for it. Until all members have it, which they tell
+each other with their votes, the host part carries everything, as far as that takes no longer than to wait.
 
 The device part relies on the documented behaviour of NCCL and of torch's process group for it; other libraries of this
 kind differ by the facts in `DeviceLibrary`.
@@ -37,7 +38,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any, Final, Self
@@ -49,8 +50,8 @@ from torch._C import _distributed_c10d as c10d
 from chameleon_ft.config import BACKENDS, DeviceLibrary, RunConfig, Timeouts
 from chameleon_ft.host.fork_server import exit_immediately
 from chameleon_ft.registry import imported
+from chameleon_ft.schedule.channels import Channel
 from chameleon_ft.worker.communicators.base import (
-    Channel,
     CommunicationError,
     Communicators,
     InFlight,
@@ -68,6 +69,8 @@ _Key = Channel | tuple[int, ...]
 _Draw = Callable[[], torch.Stream]
 """Takes the next stream of the pool."""
 
+# Of each channel and group before the device part is used: about as much as gloo carries while a library forms it.
+_MAX_HOST_BYTES: Final = 64 << 20
 # The pause between two looks at an event grows with the time that has passed, so that it delays a wait by little.
 _MIN_PAUSE_S: Final = 2e-5
 _MAX_PAUSE_S: Final = 1e-3
@@ -83,6 +86,9 @@ class TwoPartCommunicators:
         self._worker = -1
         self._is_formed = threading.Event()
         self._error = ""
+        # Whether all members have formed the device part. It becomes true between the same two messages at both ends.
+        self._is_agreed = False
+        self._host_bytes: dict[_Key, int] = {}
 
     @classmethod
     def of_rank(cls, config: RunConfig, *, address: str, device: torch.device) -> Self:
@@ -96,32 +102,34 @@ class TwoPartCommunicators:
 
     def open(self, membership: Membership) -> None:
         self._worker = membership.worker
-        # Votes go over the connections of messages.
-        self._host.open(replace(membership, groups=()))
+        self._host.open(membership)
         threading.Thread(target=self._form, args=(membership,), name="device-groups", daemon=True).start()
 
     def settle(self) -> None:
-        self._is_formed.wait()
-        if self._error:
-            raise CommunicationError(None, self._error)
+        self._require_formed()
+        self._is_agreed = True
 
     def send(self, tensor: Tensor, *, peer: int, tag: int, stands_for_bytes: int | None = None) -> InFlight:
-        if (made := self._between(self._worker, peer, tag)) is None:
+        if (made := self._between(self._worker, peer, tag, tensor)) is None:
             return self._host.send(tensor, peer=peer, tag=tag, stands_for_bytes=stands_for_bytes)
         return made.send(tensor, peer)
 
     def receive(self, tensor: Tensor, *, peer: int, tag: int) -> InFlight:
-        if (made := self._between(peer, self._worker, tag)) is None:
+        if (made := self._between(peer, self._worker, tag, tensor)) is None:
             return self._host.receive(tensor, peer=peer, tag=tag)
         return made.receive(tensor, peer)
 
     def all_reduce(self, tensor: Tensor, group: tuple[int, ...]) -> InFlight:
-        made = self._formed(group)
-        assert made is not None, "only channels are left out"
+        if (made := self._formed(group, tensor)) is None:
+            return self._host.all_reduce(tensor, group)
         return made.all_reduce(tensor)
 
     def vote(self, ballot: Tensor, group: tuple[int, ...]) -> InFlight:
-        return self._host.vote(ballot, group)
+        if self._is_agreed:
+            return self._host.vote(ballot, group)
+        is_formed = self._is_formed.is_set() and not self._error
+        numbers = torch.cat([ballot, ballot.new_tensor([is_formed])])
+        return _AgreeingVote(self._host.vote(numbers, group), numbers, ballot, len(group), self._agree)
 
     def unreached(self) -> Mapping[int, float]:
         return self._host.unreached()
@@ -137,15 +145,27 @@ class TwoPartCommunicators:
         self.interrupt()
         self._host.close()
 
-    def _between(self, sender: int, receiver: int, tag: int) -> _Communicator | None:
-        """Return the communicator that carries a message; None if it goes through host memory."""
+    def _between(self, sender: int, receiver: int, tag: int, tensor: Tensor) -> _Communicator | None:
+        """Return what carries a message from device to device; None if it goes through host memory."""
         kind = kind_on_device(tag)
-        return None if kind is None else self._formed(Channel(sender, receiver, kind))
+        return None if kind is None else self._formed(Channel(sender, receiver, kind), tensor)
 
-    def _formed(self, key: _Key) -> _Communicator | None:
-        if key not in self._device.formed:
-            self.settle()
+    def _formed(self, key: _Key, tensor: Tensor) -> _Communicator | None:
+        """Return the communicator that carries or reduces a tensor; None if the host part does."""
+        if not self._is_agreed:
+            num_bytes = self._host_bytes[key] = self._host_bytes.get(key, 0) + tensor.nbytes
+            if num_bytes <= _MAX_HOST_BYTES and not self._error:
+                return None
+        self._require_formed()
         return self._device.formed.get(key)
+
+    def _agree(self) -> None:
+        self._is_agreed = True
+
+    def _require_formed(self) -> None:
+        self._is_formed.wait()
+        if self._error:
+            raise CommunicationError(None, self._error)
 
     def _form(self, membership: Membership) -> None:
         try:
@@ -163,6 +183,24 @@ class TwoPartCommunicators:
         if not self._is_formed.is_set():
             self._error = error
             self._is_formed.set()
+
+
+@dataclass(frozen=True, slots=True)
+class _AgreeingVote:
+    """A vote with one more number: how many members have formed the device part."""
+
+    vote: InFlight
+    numbers: Tensor
+    ballot: Tensor
+    members: int
+    agreed: Callable[[], None]
+
+    def wait(self) -> None:
+        """See `InFlight`."""
+        self.vote.wait()
+        self.ballot.copy_(self.numbers[:-1])
+        if round(float(self.numbers[-1])) == self.members:
+            self.agreed()
 
 
 class DevicePart:
