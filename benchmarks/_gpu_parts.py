@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from benchmarks._common import Bar
 from benchmarks._neighbours import progress
 from benchmarks.memory import count, measured_model
-from chameleon_ft.config import Batch, DeviceName, LlamaConfig, Parallel, TrainConfig
+from chameleon_ft.config import BackendName, Batch, DeviceName, LlamaConfig, Parallel, TrainConfig
 from chameleon_ft.cost.presets import DEVICES, MODELS, device, state_policy
 from chameleon_ft.cost.profile import Profile, derived_profile
 from chameleon_ft.models.llama import layer_flops
@@ -60,6 +60,9 @@ class Subject:
     folder: Path
     command: str
     timeout_s: float
+    backend: BackendName = "gloo"
+    library: BackendName = "nccl"
+    """The backend of the device's own library."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +121,7 @@ def config_of(subject: Subject, model: LlamaConfig, *, in_bf16: bool = False, **
     precision = {"precision": "bf16"} if in_bf16 else {}
     single = {"workers": 1, "parallel": Parallel(dp=1, pp=1)}
     fields = {"batch": Batch(micro_batches=1, micro_batch_size=1), **single, **is_shared, **precision, **changes}
+    fields["backend"] = subject.backend
     return TrainConfig(device=subject.device, model=model, threads=subject.size.threads, **fields)
 
 

@@ -33,7 +33,7 @@ from chameleon_ft.storage.timelines import read_recorded_steps
 
 _BF16_DEVIATION: Final = 2e-3
 _STEP_ERROR: Final = 0.1
-_LOST_IN_STEP: Final = 5
+LOST_IN_STEP: Final = 5
 _SNAPSHOT_EVERY: Final = 3
 
 
@@ -127,25 +127,27 @@ def steps(subject: Subject) -> Result:
 
 def salvage(subject: Subject) -> Result:
     """Kill a rank in a backward: the step is completed, and all losses are those of the plain loop."""
-    return _completed(subject, "salvage", run_config(subject), limit=DEVIATION)
+    return completed(subject, "salvage", run_config(subject), limit=DEVIATION)
 
 
 def in_bf16(subject: Subject) -> Result:
     """Do the same in bf16, with the optimizer's state shared by two owners."""
     shared = Parallel(dp=2, pp=2, optimizer_redundancy=2)
     config = run_config(subject, in_bf16=True, parallel=shared)
-    return _completed(subject, "in-bf16", config, limit=_BF16_DEVIATION)
+    return completed(subject, "in-bf16", config, limit=_BF16_DEVIATION)
 
 
-def _completed(subject: Subject, name: str, config: TrainConfig, *, limit: float) -> Result:
-    """Kill a rank in a backward, and compare the losses with those of the plain loop."""
-    progress(f"four ranks, one of which is killed, in {config.precision}")
-    failure = Failure(worker=WORKERS - 1, step=_LOST_IN_STEP, phase="backward")
+_KILL: Final = Failure(worker=WORKERS - 1, step=LOST_IN_STEP, phase="backward")
+
+
+def completed(subject: Subject, name: str, config: TrainConfig, *, limit: float, failure: Failure = _KILL) -> Result:
+    """Lose a rank, by default in a backward, and compare the losses with those of the plain loop."""
+    progress(f"four ranks, one of which is lost, in {config.precision}")
     run = _chameleon.train(config, run=subject.folder / name, failures=[failure], timeout_s=subject.timeout_s)
     (lost,) = run.failures()
     verified = verify(run, subject)
     return Result(
-        columns=("killed", "stall, s", "repeated, s", "largest deviation of a loss"),
+        columns=("lost", "stall, s", "repeated, s", "largest deviation of a loss"),
         rows=(
             (
                 f"worker {lost.worker} in step {lost.step}",
@@ -165,7 +167,7 @@ def _completed(subject: Subject, name: str, config: TrainConfig, *, limit: float
 def snapshots(subject: Subject) -> Result:
     """Kill the only holder of some layers: the run goes back to a snapshot, and no loss changes."""
     progress("four ranks with snapshots, one of which is killed with its layers")
-    failure = Failure(worker=1, step=2 * _LOST_IN_STEP, phase="backward")
+    failure = Failure(worker=1, step=2 * LOST_IN_STEP, phase="backward")
     parallel = Parallel(dp=1, pp=WORKERS)
     config = run_config(subject, parallel=parallel, snapshots=Snapshots(every=_SNAPSHOT_EVERY))
     run = _chameleon.train(config, run=subject.folder / "snapshots", failures=[failure], timeout_s=subject.timeout_s)
@@ -199,7 +201,7 @@ def migration(subject: Subject) -> Result:
     steps = 2 * subject.size.steps  # it is drained and its layers have moved long before the end
     config = run_config(subject, policy="chameleon", parallel=Parallel(dp=1, pp=WORKERS), steps=steps)
     path = subject.folder / "migration"
-    with live(config, path, from_step=_LOST_IN_STEP, timeout_s=subject.timeout_s) as run:
+    with live(config, path, from_step=LOST_IN_STEP, timeout_s=subject.timeout_s) as run:
         drain(run, workers=[WORKERS - 1])
     joins = [event for event in event_lines(run) if event["event"] == "join" and event["drained"]]
     moved_bytes = sum(event["moved_bytes"] for event in joins)

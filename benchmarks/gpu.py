@@ -16,9 +16,11 @@
   takeover    the coordinator is killed and replaced; losses beside those of the plain loop
   errors      ranks run out of memory, fail in a kernel and hang in one; losses beside those of the plain loop
   checkpoint  a run is continued from a checkpoint, on the device and on the CPU
+  nccl        losses, a hang, a migration and snapshots over the device's library, which four ranks share; its steps
 
 A part that fails is in the report and does not end the others. report.md and report.json are written after each part.
-`--device cpu --small` rehearses all parts in a few minutes; what it measures means nothing.
+`--device cpu --small` rehearses all parts but the last in a few minutes, and `--backend pretended-nccl --small --parts
+nccl` that one, over the library of tests/pretended; what they measure means nothing.
 """
 
 from __future__ import annotations
@@ -40,13 +42,14 @@ from typing import Any, Final
 
 import torch
 
-from benchmarks import _gpu_faults, _gpu_parts, _gpu_runs
-from benchmarks._common import ROOT, markdown_table, new_folder, report_arguments
+from benchmarks import _gpu_faults, _gpu_nccl, _gpu_parts, _gpu_runs
+from benchmarks._common import ROOT, add_backend, markdown_table, new_folder, report_arguments
 from benchmarks._gpu_parts import FULL, SMALL, Result, Subject
 from benchmarks._neighbours import progress
 from chameleon_ft.config import DEVICES, RunConfig
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.worker.device import claim_device, device_name
+from tests.backends import use_backend
 
 _PARTS: Final[Mapping[str, Callable[[Subject], Result]]] = {
     "profiles": _gpu_parts.profiles,
@@ -65,6 +68,7 @@ _PARTS: Final[Mapping[str, Callable[[Subject], Result]]] = {
     "takeover": _gpu_faults.takeover,
     "errors": _gpu_faults.errors,
     "checkpoint": _gpu_faults.resumption,
+    "nccl": _gpu_nccl.nccl,
 }
 
 
@@ -107,12 +111,13 @@ def main() -> int:
         folder=folder,
         command=command,
         timeout_s=given.timeout,
+        library=given.backend if given.backend != "gloo" else next(iter(DEVICES[given.device].backends[1:]), "gloo"),
     )
     facts = _provenance(subject, given.commit)
     parts: list[_Part] = []
     for name in given.parts:
         parts.append(_run(name, subject))
-        _write(folder, facts, parts, is_rehearsal=given.small or given.device == "cpu")
+        _write(folder, facts, parts, is_rehearsal=given.small or given.device == "cpu" or given.backend != "gloo")
     print((folder / ("report.json" if given.json else "report.md")).read_text(encoding="utf-8"), end="")
     return 0 if all(part.passed for part in parts) else 1
 
@@ -177,8 +182,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--small", action="store_true", help="tiny models, to rehearse")
     parser.add_argument("--parts", nargs="+", choices=list(_PARTS), default=list(_PARTS), metavar="PART")
     parser.add_argument("--timeout", type=float, default=180.0, help="seconds that one run may take")
+    add_backend(parser)
     parser.add_argument("--commit", default="", help="what is measured, if this is no git checkout")
     given = parser.parse_args()
+    use_backend(given.backend)
+    if given.backend != "gloo":
+        given.device = "npu"
     try:
         claim_device(RunConfig(device=given.device))
     except ConfigError as error:

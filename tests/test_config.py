@@ -106,7 +106,7 @@ def test_all_mistakes_are_listed_at_once() -> None:
         {"snapshots": {"every": 0}, "failures": [{"step": 1, "worker": 1, "phase": "snapshot"}]},
         {"device": "npu", "backend": "xccl"},
         {"share_devices": True},
-        {"device": "cuda", "backend": "nccl", "share_devices": True},
+        {"device": "npu", "backend": "hccl", "share_devices": True},
         {"timeouts": {"heartbeat_timeout_s": 20.0}},
         {"timeouts": {"collective_timeout_s": 1.0}},
         {"timeouts": {"first_step_s": 1e12}},

@@ -12,7 +12,7 @@ assert _NCCL.library is not None
 
 PRETENDED_NCCL: Final = Backend(
     communicators=_NCCL.communicators,
-    library=replace(_NCCL.library, process_group="torch_npu.nccl:ProcessGroup"),
+    library=replace(_NCCL.library, process_group="torch_npu.nccl:ProcessGroup", version="torch_npu.nccl:version"),
     shares_devices=True,
     devices=("npu",),
 )

@@ -91,6 +91,17 @@ def test_workers_may_share_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert worker_memory_bytes(config("cuda"), torch.device("cuda", 1)) == 990
 
 
+def test_workers_share_a_device_over_nccl_from_the_version_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch, built_for="cuda", count=1)
+    monkeypatch.setattr("chameleon_ft.worker.device._has_backend", lambda name: True)
+    sharing = config("cuda", "nccl", share_devices=True, workers=2, parallel=Parallel(dp=1, pp=2))
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 3))
+    with pytest.raises(ConfigError):
+        require_devices(sharing, 2)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 1))
+    require_devices(sharing, 2)
+
+
 def test_a_cpu_says_what_it_is_and_leaves_its_memory_open() -> None:
     assert device_name(claim_device(RunConfig()))
     assert worker_memory_bytes(RunConfig(), CPU) is None

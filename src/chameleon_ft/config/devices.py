@@ -29,6 +29,8 @@ class DeviceLibrary:
             of its own, or this is not known.
         environment: variables that are set before it is used, in which {} stands for the seconds that a communicator
             may take to form.
+        version: the place of a function that returns its version, as numbers.
+        shared_from: the first version with which several workers can share a device; empty if they can with any.
     """
 
     process_group: str
@@ -36,6 +38,8 @@ class DeviceLibrary:
     is_nonblocking: bool = False
     stream_priority: int | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
+    version: str = ""
+    shared_from: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,8 +99,12 @@ BACKENDS: Final = Registry[Backend](
                     # Torch's own watchdog would end the process when an operation fails.
                     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
                     "TORCH_NCCL_NONBLOCKING_TIMEOUT": "{:.0f}",
+                    "NCCL_MULTI_RANK_GPU_ENABLE": "1",
                 },
+                version="torch.cuda.nccl:version",
+                shared_from=(2, 30),
             ),
+            shares_devices=True,
         ),
         "hccl": Backend(
             communicators=_TWO_PARTS,

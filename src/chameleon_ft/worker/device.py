@@ -65,13 +65,29 @@ def require_devices(config: RunConfig, workers: int) -> None:
     own, is_accelerator = Compile(config.compile, config.compile_backend), DEVICES[config.device].is_accelerator
     if why := missing_compiler(own, on_accelerator=is_accelerator):
         raise ConfigError(f'compile = "{config.compile}": {why}; or leave compile out')
-    if not is_accelerator or config.share_devices:
+    if not is_accelerator:
+        return
+    if config.share_devices:
+        if why := _cannot_share(config.backend):
+            raise ConfigError(f'{names}, share_devices = true: {why}; or take backend = "gloo"')
         return
     if (count := torch.accelerator.device_count()) < workers:
         raise ConfigError(
             f"{names}: this host has {count}, and {workers} workers on it need one each; start fewer workers here, or "
-            "let them share devices, over gloo, by share_devices = true"
+            "let them share devices by share_devices = true"
         )
+
+
+def _cannot_share(backend: str) -> str:
+    """Return why several workers cannot share a device over a backend; empty if they can."""
+    library = BACKENDS[backend].library
+    if library is None or not library.shared_from:
+        return ""
+    found: tuple[int, ...] = imported(library.version)()
+    if found >= library.shared_from:
+        return ""
+    needed, there = (".".join(map(str, each)) for each in (library.shared_from, found))
+    return f"needs {backend} {needed} or newer, and torch has loaded {there}; install a newer one"
 
 
 def claim_device(config: RunConfig, local_index: int = 0) -> torch.device:

@@ -74,6 +74,11 @@ class _HeldError(Exception):
     """The operation cannot go on: the peer is lost, or has called another operation."""
 
 
+def version() -> tuple[int, int, int]:
+    """Return the version of NCCL whose contract this is."""
+    return 2, 30, 0
+
+
 class Work:
     """An operation that is enqueued."""
 

@@ -15,6 +15,7 @@ Each point of the contract has its source:
 
 Backward runs on the default stream, whatever stream the forward ran on: the engine of torch does not tell a device in
 Python. Memory may be reused as soon as nothing queued refers to it, so `record_stream` has nothing to do.
+PRETENDED_NPU_LAUNCH_S sets how long after it is enqueued work can begin at the earliest.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ import torch
 
 _POOL_SIZE: Final = 32
 _AT_EXIT_S: Final = 5.0
+_LAUNCH_S: Final = float(os.environ.get("PRETENDED_NPU_LAUNCH_S", "0"))
 
 
 class _Device:
@@ -67,7 +69,7 @@ class Queue:
     """The work of one stream, and the thread that runs it."""
 
     def __init__(self) -> None:
-        self._work: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._work: SimpleQueue[tuple[Callable[[], object], float] | None] = SimpleQueue()
         self._issuing = threading.Lock()
         self._num_issued = 0
         self._num_passed = 0
@@ -84,7 +86,7 @@ class Queue:
                 DEVICE.queues.append(self)
                 self._thread = threading.Thread(target=self._run, name="npu-stream", daemon=True)
                 self._thread.start()
-            self._work.put(work)
+            self._work.put((work, time.perf_counter() + _LAUNCH_S))
             self._num_issued += 1
             return self._num_issued
 
@@ -113,7 +115,11 @@ class Queue:
 
     def _run(self) -> None:
         with torch.no_grad():
-            while (work := self._work.get()) is not None:
+            while (launched := self._work.get()) is not None:
+                work, begins_s = launched
+                del launched
+                if (early_s := begins_s - time.perf_counter()) > 0:
+                    time.sleep(early_s)
                 if DEVICE.fault is None:
                     try:
                         work()
