@@ -93,8 +93,32 @@ def test_micro_batches_are_padded_to_the_smallest_bucket() -> None:
     assert buckets.only(2)(rows)["ids"].tolist() == [[1, 2], [5, 9]]
     with refused(ValueError):
         buckets([(torch.zeros(9), torch.tensor(0))])
+    # Of lists, the first one does not tell the type.
+    found = buckets([{"ids": [1, 2], "weights": [1, 1], "labels": []}, {"ids": [3], "weights": [0.5], "labels": []}])
+    assert found["weights"].tolist() == [[1.0, 1.0], [0.5, 0.0]]
+    found = buckets([{"ids": [], "labels": []}, {"ids": [3, 4, 5], "labels": [4, 5, 6]}])
+    assert (found["ids"].dtype, found["ids"].tolist()[0], found["labels"].tolist()[0]) == (
+        torch.int64,
+        [9] * 4,
+        [-100] * 4,
+    )
     with refused(ConfigError):
         Buckets([4, 2])
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [{"ids": [1], "labels": [1], "text": "a"}],
+        [{"ids": [1], "labels": [1]}, {"ids": [1]}],
+        [{"id": 1, "ids": [1], "labels": [1]}, {"id": 2, "ids": [1, 2], "labels": [1, 2]}],
+        [(torch.zeros(1), torch.zeros(1), torch.zeros(1))],
+    ],
+    ids=["text", "missing field", "length of another field", "triple"],
+)
+def test_samples_that_have_no_bucket_are_refused(rows: Any) -> None:
+    with refused(ValueError):
+        Buckets([2, 4])(rows)
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,9 @@ def test_an_index_has_to_fit_its_ids(tmp_path: Path) -> None:
     with refused(DataError):
         open_tokens(path, "uint16")
     assert open_tokens(with_index(path, IDS, code=4, dtype="int32", lengths=[303]), "int32").tolist() == IDS
+    path.with_suffix(".idx").write_bytes(path.with_suffix(".idx").read_bytes()[:20])
+    with refused(DataError):
+        open_tokens(path, "int32")
     path.with_suffix(".idx").write_text("an index of something else")
     assert open_tokens(path, "int32").tolist() == IDS
 
@@ -101,6 +104,13 @@ def test_shards_of_llm_c_are_named_by_a_pattern(tmp_path: Path) -> None:
         open_path(pattern, "uint16")
 
 
+def test_documents_are_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "code.jsonl"
+    path.write_text('{"text": "a"}\n')
+    with refused(DataError):
+        kind_of(path)
+
+
 def test_files_of_megatron_are_named_by_their_prefix(tmp_path: Path) -> None:
     with_index(tmp_path / "corpus_text_document.bin", IDS, code=8, dtype="uint16", lengths=[300, 3])
     prefix = tmp_path / "corpus_text_document"
@@ -108,6 +118,9 @@ def test_files_of_megatron_are_named_by_their_prefix(tmp_path: Path) -> None:
     assert open_path(prefix, "uint16")[:].tolist() == IDS
     with refused(DataError):
         open_path(prefix, "int32")
+    with refused(DataError):
+        open_path(prefix.with_suffix(".idx"), "uint16")
+    assert kind_of(prefix.with_suffix(".idx")) == "tokens"
     prefix.with_suffix(".idx").unlink()
     with refused(DataError):
         find_text(prefix)

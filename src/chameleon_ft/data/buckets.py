@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import torch
@@ -81,19 +82,50 @@ class Buckets:
 
     def _stacked(self, samples: Sequence[Any]) -> Any:
         is_dict = isinstance(samples[0], Mapping)
-        rows = [dict(each) if is_dict else dict(zip(("input", "target"), each, strict=True)) for each in samples]
-        rows = [{name: torch.as_tensor(value) for name, value in row.items()} for row in rows]
+        rows = [_tensors(each) for each in samples]
+        if other := next((row for row in rows if row.keys() != rows[0].keys()), None):
+            raise ValueError(f"a sample has the fields {', '.join(rows[0])}, and another one {', '.join(other)}")
         lengths = [next(iter(row.values())).shape[:1] for row in rows]
-        found = {
-            name: pad_sequence([row[name] for row in rows], batch_first=True, padding_value=self._value(name))
-            if lengths[0] and all(row[name].shape[:1] == length for row, length in zip(rows, lengths, strict=True))
-            else torch.stack([row[name] for row in rows])
-            for name in rows[0]
-        }
+
+        def stacked(name: str) -> Tensor:
+            column = _of_one_type([row[name] for row in rows])
+            if lengths[0] and all(each.shape[:1] == length for each, length in zip(column, lengths, strict=True)):
+                return pad_sequence(column, batch_first=True, padding_value=self._value(name))
+            if len({each.shape for each in column}) > 1:
+                raise ValueError(
+                    f"the samples' {name} differ in their shapes, and are not as long as {next(iter(rows[0]))}, which "
+                    "is the length of a sample: make that the first field, and leave others out"
+                )
+            return torch.stack(column)
+
+        found = {name: stacked(name) for name in rows[0]}
         return found if is_dict else (found["input"], found["target"])
 
     def _value(self, name: str) -> float:
         return self.padding.get(name, _PADDING.get(name, 0))
+
+
+def _tensors(sample: Any) -> dict[str, Tensor]:
+    """Return the fields of a sample as tensors. Raises ValueError if it has none, or one that is no tensor."""
+    if not isinstance(sample, Mapping) and not (isinstance(sample, list | tuple) and len(sample) == 2):
+        raise ValueError(f"a sample is {type(sample).__name__}, and buckets take a pair (input, target) or a dict")
+    named = sample if isinstance(sample, Mapping) else dict(zip(("input", "target"), sample, strict=True))
+    tensors = {}
+    for name, value in named.items():
+        try:
+            tensors[name] = torch.as_tensor(value)
+        except (TypeError, ValueError, RuntimeError):
+            kind = type(value).__name__
+            raise ValueError(f"a sample's {name} is {kind}, and no tensor: leave it out of the samples") from None
+    if not tensors:
+        raise ValueError("a sample is an empty dict")
+    return tensors
+
+
+def _of_one_type(column: list[Tensor]) -> list[Tensor]:
+    """Return tensors in a type that holds the values of all. An empty list has no type of its own."""
+    dtype = reduce(torch.promote_types, {each.dtype for each in column if each.numel()} or {torch.int64})
+    return [each.to(dtype) for each in column]
 
 
 def _length(named: Mapping[str, Any]) -> int:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 Kind: TypeAlias = Literal["text", "tokens"]
 _TOKEN_SUFFIXES: Final = frozenset({".bin", ".npy"})
+_DOCUMENT_SUFFIXES: Final = (".jsonl", ".ndjson", ".parquet", ".gz")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,10 +54,16 @@ def kind_of(path: Path) -> Kind:
     """Return whether a path names token ids, by its ending or by what is there, or text.
 
     Raises:
-        DataError: it is a folder with token files in it, of which one has to be named.
+        DataError: it is a folder with token files in it, of which one has to be named; or a file of documents that are
+            not plain text.
     """
-    if path.suffix in _TOKEN_SUFFIXES or is_shard_folder(path) or _is_megatron_prefix(path):
+    if path.suffix in {*_TOKEN_SUFFIXES, ".idx"} or is_shard_folder(path) or _is_megatron_prefix(path):
         return "tokens"
+    if path.is_file() and path.name.endswith(_DOCUMENT_SUFFIXES):
+        raise DataError(
+            f"data.path {path} has documents that are not plain text: make tokens of them by `chameleon data "
+            'tokenize`; or set data.format to "text" to train on the bytes of the file as they are'
+        )
     if path.is_dir() and (files := sorted(each.name for each in path.glob("*") if each.suffix in _TOKEN_SUFFIXES)):
         raise DataError(
             f"data.path {path} is a folder with token files ({', '.join(files[:3])}{', ...' if files[3:] else ''}): "

@@ -282,8 +282,10 @@ class TokenWindows:
                 where the next one is of another document.
 
         Raises:
-            DataError: there are fewer tokens than a window has.
+            DataError: there are fewer tokens than a window has, or a window would have none.
         """
+        if seq_len < 1:
+            raise DataError(f"samples of {seq_len} tokens: give a length of 1 or more")
         if len(tokens) <= seq_len:
             raise DataError(f"{len(tokens)} tokens are less than one sample of {seq_len} + 1: give more data")
         self._tokens = tokens

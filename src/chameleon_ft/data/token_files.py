@@ -104,7 +104,7 @@ def files_of_pattern(path: Path) -> list[Path]:
         return []
     found = sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
     if not found:
-        raise DataError(f"data.path {path} is a pattern, and no file has it: correct it")
+        raise DataError(f"data.path {path} is a pattern that no file matches: correct it")
     return found
 
 
@@ -187,15 +187,19 @@ def _check_index(index: Path, path: Path, dtype: np.dtype[Any], num_bytes: int) 
         return
     with index.open("rb") as file:
         head = file.read(len(_INDEX_MAGIC) + _INDEX_HEAD.size)
-        if not head.startswith(_INDEX_MAGIC) or len(head) < len(_INDEX_MAGIC) + _INDEX_HEAD.size:
+        if not head.startswith(_INDEX_MAGIC):
             return
+        if len(head) < len(_INDEX_MAGIC) + _INDEX_HEAD.size:
+            raise DataError(f"data.path {path} has the index {index}, which is cut short: write both again")
         _, code, sequences, _ = _INDEX_HEAD.unpack(head[len(_INDEX_MAGIC) :])
         # Those of multimodal data have other lists after the lengths.
         lengths = np.fromfile(file, "<i4", sequences)
-    written = _INDEX_DTYPES.get(code, "no integers")
+    if (written := _INDEX_DTYPES.get(code)) is None:
+        raise DataError(f"data.path {path} has the index {index}, which says that it has no integers: give token ids")
     if written != dtype.name:
         raise DataError(
-            f"data.path {path} has the index {index}, which says that its ids are {written}: set data.dtype"
+            f"data.path {path} has the index {index}, which says that its ids are {written}: set data.dtype to "
+            f"{written}"
         )
     if num_bytes != (count := int(lengths.sum(dtype=np.int64))) * dtype.itemsize:
         raise DataError(
