@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import default_collate
@@ -176,6 +177,25 @@ def test_samples_of_another_kind_need_a_function() -> None:
     layers = [partial(torch.nn.Embedding, 7, 4)]
     with refused(ConfigError):
         boundary_specs(Job(layers=layers, loss=torch.sub, dataset=Words(), optimizer=torch.optim.AdamW), 2)
+
+
+def test_arrays_and_numbers_are_stacked_as_by_a_data_loader() -> None:
+    rows = [(np.full(3, number, np.float32), number) for number in range(5)]
+    inputs, targets = SamplesInOrder(rows, 3).micro_batch(1, 4)
+    ids = torch.tensor(SampleOrder(5, 3).ids_at(1, 4))
+    assert torch.equal(targets, ids)
+    assert torch.equal(inputs, ids[:, None].float().expand(4, 3))
+
+
+@pytest.mark.parametrize("odd", [0, 7])
+def test_a_sample_of_another_shape_is_named(odd: int) -> None:
+    rows = [(torch.zeros(2 if number == odd else 3), number) for number in range(12)]
+    place = SampleOrder(12, 0).ids(0, 12).index(odd)
+    with pytest.raises(ConfigError, match=rf"\bsample {odd}\b"):
+        SamplesInOrder(rows, 0).micro_batch(max(place - 1, 0), 2)
+    job: Any = Job(layers=[torch.nn.Identity], loss=torch.sub, dataset=rows, optimizer=torch.optim.AdamW)
+    with pytest.raises(ConfigError, match=rf"\bsample {odd}\b"):
+        SampleReads(job, 0).require_one_shape()
 
 
 JOB = """

@@ -324,6 +324,7 @@ def test_the_commands_say_what_there_is(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     np.arange(50, dtype=np.uint16).tofile(tmp_path / "ids.bin")
+    (tmp_path / "a.txt").write_text("a text")
     written = ["a.jsonl", "--tokenizer", "tokenizer.json", "--out", "other", "--processes", "1"]
     for arguments, code in (
         (["tokenize", *written], 0),
@@ -331,7 +332,8 @@ def test_the_commands_say_what_there_is(
         (["inspect", "other"], 0),
         (["inspect", "corpus", "--verify"], 0),
         (["inspect", "ids.bin"], 0),
-        (["inspect", "a.jsonl"], 0),
+        (["inspect", "a.jsonl"], 2),
+        (["inspect", "a.txt"], 0),
         (["inspect", "ids.bin", "--verify"], 2),
         (["inspect", "nothing"], 2),
         (["tokenise"], 2),

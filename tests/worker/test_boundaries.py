@@ -109,7 +109,7 @@ def test_a_shape_that_varies_between_micro_batches_is_refused(tmp_path: Path) ->
 
 @pytest.mark.multiprocess
 def test_samples_whose_shape_varies_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"samples cannot be stacked to a micro-batch .* padding"):
+    with pytest.raises(ConfigError, match=r"of shape \(\d+,\) in sample \d+, .* padding"):
         train_here(config_of(tmp_path, forward="return self.inner(x)", width="4 + index"), tmp_path / "run")
 
 

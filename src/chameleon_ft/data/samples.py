@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -52,8 +52,9 @@ def load_micro_batch(
 
     Each is read as by `read_sample`, inside the context that `reading` returns for its id.
     """
-    samples = _read(dataset, order, first, count, reading)
-    return collated(list(samples), collate, seed=order.seed, place=(0, first))
+    draws = list(order.draws_at(first, count))
+    samples = list(_read(dataset, order.seed, draws, reading))
+    return collated(samples, collate, seed=order.seed, place=(0, first), ids=[index for index, _ in draws])
 
 
 def load_readable(
@@ -75,7 +76,8 @@ def load_readable(
     """
     samples: dict[int, Any] = {}
     errors: dict[int, Exception] = {}
-    for row, (index, epoch) in enumerate(order.draws_at(first, 2 * count)):
+    draws = list(order.draws_at(first, 2 * count))
+    for row, (index, epoch) in enumerate(draws):
         if row >= count and samples:
             break
         try:
@@ -85,7 +87,8 @@ def load_readable(
             errors[row] = error
     if not samples:
         raise errors[0]
-    collating = partial(collated, collate=collate, seed=order.seed, place=(0, first))
+    ids = [index for index, _ in draws[:count]]
+    collating = partial(collated, collate=collate, seed=order.seed, place=(0, first), ids=ids)
 
     def filled() -> list[Any]:
         stand_in = next(iter(samples.values()))
@@ -108,19 +111,25 @@ def load_readable(
 
 def _read(
     dataset: Dataset,
-    order: SampleOrder | MixtureOrder,
-    first: int,
-    count: int,
+    seed: int,
+    draws: Iterable[tuple[int, int]],
     reading: Callable[[int], AbstractContextManager[object]] = nullcontext,
 ) -> Iterator[Any]:
-    """Yield the samples of a map-style dataset from a position of the order on."""
-    for index, epoch in order.draws_at(first, count):
+    """Yield the samples of a map-style dataset for draws of (id, epoch)."""
+    for index, epoch in draws:
         with reading(index):
-            sample = read_sample(dataset, index, seed=order.seed, epoch=epoch)
+            sample = read_sample(dataset, index, seed=seed, epoch=epoch)
         yield sample
 
 
-def collated(samples: Sequence[Any], collate: Collate | None, *, seed: int, place: tuple[int, int]) -> tuple[Any, Any]:
+def collated(
+    samples: Sequence[Any],
+    collate: Collate | None,
+    *,
+    seed: int,
+    place: tuple[int, int],
+    ids: Sequence[int] | None = None,
+) -> tuple[Any, Any]:
     """Return samples as (inputs, targets) of a micro-batch: tensors, or trees of them.
 
     Pairs of tensors are stacked in a new dimension 0, other samples by torch's `default_collate`. The inputs of samples
@@ -132,14 +141,21 @@ def collated(samples: Sequence[Any], collate: Collate | None, *, seed: int, plac
         collate: the function of the job.
         seed: seed of the run.
         place: (0, position) of the first sample; of a stream (epoch, number in it).
+        ids: of the samples, for messages; None: they follow the first one.
 
     Raises:
-        ConfigError: what the function returned is neither a pair of trees of tensors nor a dict of them with labels.
+        ConfigError: samples without a function differ in their shapes; or what it returned is neither a pair of trees
+            of tensors nor a dict of them with labels.
     """
-    if collate is None and is_pair(samples[0]) and all(isinstance(each, torch.Tensor) for each in samples[0]):
-        return torch.stack([sample[0] for sample in samples]), torch.stack([sample[1] for sample in samples])
     if collate is None:
-        batch = default_collate(list(samples))
+        try:
+            if is_pair(samples[0]) and all(isinstance(each, torch.Tensor) for each in samples[0]):
+                return torch.stack([sample[0] for sample in samples]), torch.stack([sample[1] for sample in samples])
+            batch = default_collate(list(samples))
+        except Exception as error:
+            numbers = ids or range(place[1], place[1] + len(samples))
+            require_one_shape(dict(zip(numbers, map(shapes_of, samples), strict=True)), cause=error)
+            raise
     else:
         with seeded(random_key(seed, Purpose.COLLATE, *place)):
             batch = collate(list(samples))
@@ -150,11 +166,52 @@ def collated(samples: Sequence[Any], collate: Collate | None, *, seed: int, plac
             return fields, targets
     elif is_pair(batch):
         return batch[0], batch[1]
-    found = f"a dict of {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else f"{type(batch).__name__}"
+    given = f"samples are {_kind(samples[0])}" if collate is None else f"`collate` returns {_kind(batch)}"
     raise ConfigError(
-        f"the samples of a micro-batch are {found}: let `collate` return (inputs, targets), the tensors for layer 0 "
-        "and for the loss; or a dict of tensors, such as input_ids and position_ids, and labels"
+        f"{given}: let the dataset, or `collate`, return (inputs, targets), the tensors for layer 0 and the loss; or "
+        "a dict of tensors, such as input_ids and position_ids, and labels. Lists become tensors by "
+        '`transformers.default_data_collator`, or by `with_format("torch")` of `datasets`'
     )
+
+
+def _kind(value: Any) -> str:
+    name = type(value).__name__
+    if isinstance(value, Mapping):
+        return f"a dict of {', '.join(f'{key} ({type(each).__name__})' for key, each in value.items())}"
+    if isinstance(value, list | tuple) and len(value) <= _FEW:
+        return f"a {name} of {', '.join(type(each).__name__ for each in value)}"
+    return name
+
+
+def require_one_shape(shapes: Mapping[int, Mapping[str, str]], *, cause: Exception | None = None) -> None:
+    """Raise ConfigError if a sample has parts of other shapes than the first one. They are those of `shapes_of`."""
+    (first, expected), *others = shapes.items()
+    for number, found in others:
+        for part, shape in expected.items():
+            if (other := found.get(part, "missing")) != shape:
+                raise ConfigError(
+                    f"samples have other shapes: {part} is {shape} in sample {first}, and {other} in sample {number}; "
+                    "make all of one shape, such as by padding, or give the job a `collate` that does, such as "
+                    "chameleon_ft.data.Buckets"
+                ) from cause
+
+
+def shapes_of(sample: Any) -> dict[str, str]:
+    """Return the shapes of the parts of a sample by name; of lists, the lengths."""
+    parts = {"the sample": sample}
+    if isinstance(sample, Mapping):
+        parts = dict(sample)
+    elif isinstance(sample, list | tuple) and len(sample) == 2:
+        parts = dict(zip(("the input", "the target"), sample, strict=True))
+    return {name: _shape(part) for name, part in parts.items()}
+
+
+def _shape(part: Any) -> str:
+    if isinstance(part, list | tuple):
+        return f"a {type(part).__name__} of {len(part)}"
+    if isinstance(part, int | float):
+        return "a number"
+    return f"of shape {tuple(part.shape)}" if hasattr(part, "shape") else type(part).__name__
 
 
 def fields_of(inputs: Any, targets: Any) -> dict[str, torch.Tensor]:
@@ -176,6 +233,7 @@ def is_pair(value: object) -> bool:
 
 
 _TRIES: Final = 16
+_FEW: Final = 4
 
 
 class SamplesInOrder:
@@ -214,7 +272,7 @@ class SamplesInOrder:
     def read(self, first: int, count: int) -> list[Any]:
         """Return so many samples from number `first` of the run on."""
         if self._order is not None:
-            return list(_read(self._dataset, self._order, first, count))
+            return list(_read(self._dataset, self._seed, self._order.draws_at(first, count)))
         if self._reader is None or first < self._next:
             self._next, position = self._base
             if self._reader is None:
@@ -236,16 +294,6 @@ class SamplesInOrder:
         self._next += count
         return samples
 
-    def first_readable(self) -> Any:
-        """Return the first sample that can be read. Raises the error of the first one after some tries."""
-        errors = []
-        for number in range(1 if self._order is None else _TRIES):
-            try:
-                return self.read(number, 1)[0]
-            except Exception as error:  # noqa: BLE001 - of the dataset
-                errors.append(error)
-        raise errors[0]
-
     def left_out_of(self, first: int, count: int) -> set[int]:
         """Return the rows that do not count, of so many samples; a stream has the next samples in their place."""
         draws = () if self._order is None else self._order.draws_at(first, count)
@@ -253,15 +301,17 @@ class SamplesInOrder:
 
     def micro_batch(self, first: int, count: int) -> tuple[Any, Any]:
         """Return so many samples, by `collated`; in the rows of those left out there are others."""
-        if self._order is not None and (self.left_out or self._is_tolerant):
-            pair, errors = load_readable(self._dataset, self._order, first, count, collate=self._collate)
-            if (unknown := errors.keys() - self.left_out_of(first, count)) and not self._is_tolerant:
-                raise errors[min(unknown)]
-            return pair
-        # For a stream, read on to there.
-        self.read(first, 0)
-        place = (0, first) if self._reader is None else self._reader.at
-        return collated(self.read(first, count), self._collate, seed=self._seed, place=place)
+        if self._order is None:
+            # Read on to there.
+            self.read(first, 0)
+            place = (0, first) if self._reader is None else self._reader.at
+            return collated(self.read(first, count), self._collate, seed=self._seed, place=place)
+        if not self.left_out and not self._is_tolerant:
+            return load_micro_batch(self._dataset, self._order, first, count, collate=self._collate)
+        pair, errors = load_readable(self._dataset, self._order, first, count, collate=self._collate)
+        if (unknown := errors.keys() - self.left_out_of(first, count)) and not self._is_tolerant:
+            raise errors[min(unknown)]
+        return pair
 
 
 class TokenWindows:

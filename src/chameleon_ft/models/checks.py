@@ -17,8 +17,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from chameleon_ft.data.order import EvaluationOrder, read_sample
-from chameleon_ft.data.samples import SamplesInOrder, collated, fields_of, is_pair, load_micro_batch
+from chameleon_ft.data.order import EvaluationOrder
+from chameleon_ft.data.samples import SamplesInOrder, fields_of, load_micro_batch
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.job.job import Job
 from chameleon_ft.job_record import Fact
@@ -352,13 +352,13 @@ def _run(
             return output, side
     except Exception as error:
         raise ConfigError(
-            f"{name} cannot be run on an input of {described(boundary)}{_range_of(boundary)} on the device {device} "
+            f"{name} cannot be run on an input of {described(boundary)}{range_of(boundary)} on the device {device} "
             f"({type(error).__name__}: {error}); check that it takes what the layer before it returns, or set "
             "the job's `boundaries`"
         ) from error
 
 
-def _range_of(boundary: Any) -> str:
+def range_of(boundary: Any) -> str:
     """Return the values of whole numbers, such as ids that an embedding may not have, as text."""
     leaves = [leaf for leaf in leaves_of(boundary) if leaf.dtype in (torch.int32, torch.int64) and leaf.numel()]
     if not leaves or leaves[0].is_meta:
@@ -519,21 +519,27 @@ def _hints(job: Job, made: Any, targets: Any, loss: float, terms: float) -> tupl
 
 
 def check_evaluation(
-    job: Job, output: Boundary | None, micro_batch_size: int, *, device: torch.device, seed: int = 0
+    job: Job,
+    output: Boundary | None,
+    micro_batch_size: int,
+    *,
+    device: torch.device,
+    seed: int = 0,
+    trained: tuple[Any, Any] | None = None,
 ) -> None:
-    """Compare the first held-out sample with one of training, and compute the metrics of the first micro-batch.
+    """Compare the first held-out samples with those of training, and compute their metrics.
 
     Args:
+        trained: the first micro-batch of training, if it was read before.
         output: of the last layer, in place of which random numbers are taken; None: no metric is computed.
 
     Raises:
         ConfigError: it has other shapes or types, or a metric cannot be computed, or is no number.
     """
     assert job.evaluation is not None
-    trained = SamplesInOrder(job.dataset, seed, is_tolerant=True).first_readable()
-    held_out = read_sample(job.evaluation, 0, seed=seed)
-    if job.collate is not None or not is_pair(trained):
-        trained, held_out = (collated([each], job.collate, seed=seed, place=(0, 0)) for each in (trained, held_out))
+    trained = trained or first_micro_batch(job, micro_batch_size, seed)
+    order = EvaluationOrder(len(job.evaluation), seed)
+    held_out = load_micro_batch(job.evaluation, order, 0, micro_batch_size, collate=job.collate)
     for name, *both in zip(("input", "target"), trained, held_out, strict=False):
         one, other = map(described, both)
         if one != other:
@@ -543,9 +549,7 @@ def check_evaluation(
             )
     if output is None:
         return
-    order = EvaluationOrder(len(job.evaluation), seed)
-    targets = load_micro_batch(job.evaluation, order, 0, micro_batch_size, collate=job.collate)[1]
-    targets = mapped(lambda tensor: tensor.to(device), targets)
+    targets = mapped(lambda tensor: tensor.to(device), held_out[1])
     with generators_kept(device), torch.no_grad():
         made = as_loss_input(job, _made_like(output, device))
         for name, metric in job.metrics.items():

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from chameleon_ft.data.mixture import describe_order, sample_order
-from chameleon_ft.data.samples import SamplesInOrder, collated, is_pair
+from chameleon_ft.data.samples import SamplesInOrder, collated, is_pair, require_one_shape, shapes_of
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.job.datasets import is_stream
 from chameleon_ft.job.job import Job
@@ -36,17 +36,9 @@ def first_micro_batch(job: Job, micro_batch_size: int, seed: int) -> tuple[Any, 
     """Return the inputs and the targets of the first micro-batch of a run.
 
     Raises:
-        ConfigError: samples are no tensors, those of a micro-batch cannot be stacked, or have other shapes in the next.
+        ConfigError: samples cannot be stacked, make no tensors, or have other shapes in the next micro-batch.
     """
     samples = SamplesInOrder(job.dataset, seed, job.collate, is_tolerant=True)
-    # A user's dataset may hold anything.
-    sample = samples.first_readable()
-    if job.collate is None and not (is_pair(sample) or isinstance(sample, Mapping)):
-        how = "the iterator give" if is_stream(job.dataset) else "__getitem__(i) return"
-        raise ConfigError(
-            f"the dataset's samples must be pairs of tensors: let {how} (input, target), or a dict of tensors with "
-            "labels, or give the job a `collate` that makes tensors of samples"
-        )
     if job.collate is not None:
         return _collated(samples, micro_batch_size)
     try:
@@ -89,6 +81,8 @@ class SampleReads:
         self._seed = seed
         # By number in the order of training.
         self._contents: dict[int, list[bytes]] = {}
+        # By id.
+        self._shapes: dict[int, Mapping[str, str]] = {}
         self._is_stream, begun_s = is_stream(job.dataset), time.monotonic()
         self.facts: dict[str, Fact] = {}
         self._ids: Sequence[int] = range(most)
@@ -100,12 +94,13 @@ class SampleReads:
             if number >= _READ_SAMPLES and time.monotonic() - begun_s > _READING_S:
                 break
             try:
-                tensors = self._tensors(number)
+                sample = self._sample(number)
             except Exception:
                 if not is_tolerant:
                     raise
                 continue
-            self._contents[number] = _contents(tensors)
+            tensors = self._tensors(sample, number)
+            self._contents[number], self._shapes[index] = _contents(tensors), shapes_of(sample)
             names = (f"input of sample {index}", f"target of sample {index}")
             self.facts |= dict(zip(names, map(sketch, tensors), strict=False))
 
@@ -118,12 +113,17 @@ class SampleReads:
                 "on the hash of a string unless PYTHONHASHSEED is set"
             )
 
+    def require_one_shape(self) -> None:
+        """Raise ConfigError if the samples that were read cannot be stacked, because their shapes differ."""
+        if self._collate is None and self._shapes:
+            require_one_shape(self._shapes)
+
     def check(self) -> None:
         """Read each sample again, those of a stream also from a position. Raises ConfigError if one differs."""
         for number, before in self._contents.items():
             if self._is_stream and number and number == len(self._contents) // 2:
                 self._samples.begin(number, self._samples.position())
-            if _contents(self._tensors(number)) != before:
+            if _contents(self._tensors(self._sample(number), number)) != before:
                 if self._is_stream and number >= len(self._contents) // 2:
                     raise ConfigError(
                         f"`dataset` reads sample {number} differently after load_state_dict() than it did before, so a "
@@ -138,21 +138,26 @@ class SampleReads:
                     "of a sample, instead of a generator of its own, the clock or a count of reads"
                 )
 
-    def _tensors(self, number: int) -> list[Tensor]:
+    def _sample(self, number: int) -> Any:
         text = f"reading sample {self._ids[number]}, before the run, has taken {_TOLD_S:.0f} s so far"
         notice = Timer(_TOLD_S, lambda: print(text, file=sys.stderr, flush=True))
         notice.daemon = True
         notice.start()
         try:
-            sample = self._samples.read(number, 1)[0]
+            return self._samples.read(number, 1)[0]
+        except Exception as error:
+            error.add_note(f"reading sample {self._ids[number]}")
+            raise
         finally:
             notice.cancel()
-        if self._collate is not None or isinstance(sample, Mapping):
-            with contextlib.suppress(Exception):
-                return tree_leaves(collated([sample], self._collate, seed=self._seed, place=(0, number)))
-            return []
-        # Others than pairs of tensors are refused elsewhere.
-        return [each for each in sample if isinstance(each, Tensor)] if isinstance(sample, tuple) else []
+
+    def _tensors(self, sample: Any, number: int) -> list[Tensor]:
+        if self._collate is None and is_pair(sample):
+            return tree_leaves(sample)
+        # Samples that cannot be collated are refused elsewhere.
+        with contextlib.suppress(Exception):
+            return tree_leaves(collated([sample], self._collate, seed=self._seed, place=(0, number)))
+        return []
 
 
 def _contents(tensors: Iterable[Tensor]) -> list[bytes]:

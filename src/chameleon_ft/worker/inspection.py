@@ -92,8 +92,9 @@ def users_errors(config: RunConfig, *, of: str = "") -> Iterator[None]:
         raise
     except (Exception, SystemExit) as error:
         place = _own_place_of(error)
-        where = "" if place is None else f", at {place}"
-        raise ConfigError(f"{of or f'job {config.job}'}: {type(error).__name__}: {error}{where}") from error
+        where = (*([] if place is None else [f"at {place}"]), *getattr(error, "__notes__", ()))
+        text = ", ".join((f"{type(error).__name__}: {error}", *where))
+        raise ConfigError(f"{of or f'job {config.job}'}: {text}") from error
 
 
 def _own_place_of(error: BaseException) -> str | None:
@@ -109,6 +110,15 @@ def inspect_job(config: RunConfig, *, compiles: bool = False) -> JobInfo:
     """
     with users_errors(config):
         return _inspect_job(config, compiles=compiles)
+
+
+def require_held_out(job: Job, config: RunConfig) -> None:
+    """Raise ConfigError if the run is to evaluate, and the job has no samples for it."""
+    if config.evaluation.every and job.evaluation is None:
+        raise ConfigError(
+            f"evaluation.every = {config.evaluation.every}: the job has no samples to evaluate; give it `evaluation`, "
+            "a dataset of held-out samples, or leave the setting out"
+        )
 
 
 def _inspect_job(config: RunConfig, *, compiles: bool) -> JobInfo:
@@ -139,6 +149,8 @@ def _inspect_job(config: RunConfig, *, compiles: bool) -> JobInfo:
             raise ConfigError('compile: the job has buckets, and layers are compiled for one shape; set it to "off"')
         job = largest_bucket(job)
     first = first_micro_batch(job, size, config.seed)
+    if size > 1:
+        samples.require_one_shape()
     job = with_fields(job, *first)
     hints: list[str] = []
     outputs: dict[str, Fact] = {}
@@ -159,12 +171,8 @@ def _inspect_job(config: RunConfig, *, compiles: bool) -> JobInfo:
         boundaries = _in_buckets(job, buckets, boundaries, size, device=run_on, seed=config.seed)
     if job.evaluation is not None:
         output = None if run_on.type == "meta" else boundaries[-1]
-        check_evaluation(job, output, size, device=run_on, seed=config.seed)
-    elif config.evaluation.every:
-        raise ConfigError(
-            f"evaluation.every = {config.evaluation.every}: the job has no samples to evaluate; give it `evaluation`, "
-            "a dataset of held-out samples, or leave the setting out"
-        )
+        check_evaluation(job, output, size, device=run_on, seed=config.seed, trained=first)
+    require_held_out(job, config)
     if best := config.checkpoint.keep_best.rpartition(" ")[2]:
         if job.evaluation is None:
             raise ConfigError(f"checkpoint.keep_best = {best}: needs evaluations; give the job `evaluation`")

@@ -35,6 +35,7 @@ from chameleon_ft.job.job import Job
 from chameleon_ft.job.stored import frozen_in, read_frozen
 from chameleon_ft.keys import generator_lock
 from chameleon_ft.models.build import blank_layer, initial_layer, seed_forward
+from chameleon_ft.models.checks import range_of
 from chameleon_ft.models.compilation import runner
 from chameleon_ft.models.optimizer import ModelOptimizer
 from chameleon_ft.models.precision import cast_layer
@@ -323,7 +324,11 @@ class HeldLayers:
                 seed_forward(self._seed, step=step, micro_batch=micro_batch, layer=layer, device=self._device)
                 marks = self._layers[layer].marks()
                 named = {name: fields[name] for name in self._job.keywords(layer)}
-                boundary = self._run_layer(module, boundary, **named)
+                try:
+                    boundary = self._run_layer(module, boundary, **named)
+                except IndexError as error:
+                    error.add_note(f"on an input{range_of(boundary)}")
+                    raise
                 if module.training:
                     self._layers[layer].require_unchanged(marks, layer)
             if layer < len(self._checked):
