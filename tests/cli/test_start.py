@@ -13,7 +13,7 @@ import pytest
 from chameleon_ft.config import RunConfig, Skip, TrainConfig
 from chameleon_ft.data import load_sources
 from chameleon_ft.errors import ConfigError, LeaseError
-from chameleon_ft.storage.checkpoints import complete_checkpoints, mark_complete
+from chameleon_ft.storage.checkpoints import complete_checkpoints, mark_complete, note_evaluation, pinned_checkpoints
 from chameleon_ft.storage.files import ControlAddress, RunDirectory
 from tests.cli.conftest import CommandLine, finished_run, nothing_listens
 from tests.golden import message
@@ -249,7 +249,11 @@ def test_a_run_goes_on_from_a_chosen_step(chameleon: CommandLine, config_file: P
     for flags in (("--from-step", "5"), ("--from-step", "4", "--fork", "--output-dir", "fork", "--seed", "3")):
         message(chameleon.refused("train", "--resume", run.path, *flags))
     message(chameleon.refused("train", config_file, "--from-step", "4"))
-    assert chameleon("checkpoint", run.path, "--pin", "8") == 0
+    message(chameleon.refused("checkpoint", run.path, "--pin", "best"))
+    for step, loss in ((4, 2.0), (8, 1.0)):
+        note_evaluation(run.checkpoints, step, {"loss": loss})
+    assert chameleon("checkpoint", run.path, "--pin", "best") == 0
+    assert pinned_checkpoints(run.checkpoints) == [8]
     message(chameleon.refused("train", "--resume", run.path, "--from-step", "4"))
     assert chameleon("checkpoint", run.path, "--unpin", "8") == 0
     before = complete_checkpoints(run.checkpoints)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -104,7 +105,9 @@ def test_callbacks_get_the_records_in_their_order_and_an_error_of_one_is_logged(
     callbacks.call(run)
     callbacks.end(run, "finished", raises=True)
     assert noting.told == [("step", 0), ("evaluate", 2.0), ("checkpoint", 1), ("incident", 1), ("end", "finished")]
-    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
+    callbacks.add(step_record(1))
+    callbacks.call(run)
+    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"], "once for each kind of record"
 
 
 def test_an_error_of_a_callback_is_raised_if_asked_for_but_replaces_no_other() -> None:
@@ -159,6 +162,17 @@ def test_evaluations_before_a_resume_count_and_later_ones_than_that_which_is_tol
     for step, stops in ((1, 0), (3, 0), (2, 1)):
         EarlyStop(patience=2).on_evaluate(run.session, run.evaluations[step])
         assert run.stops == stops
+
+
+def test_a_run_is_stopped_when_a_metric_does_not_rise() -> None:
+    run, early = Run(), EarlyStop(patience=2, metric="max accuracy")
+    for step, accuracy in enumerate([0.1, 0.5, 0.4, 0.6, 0.6, 0.2]):
+        assert not run.stops
+        run.evaluations.append(replace(evaluation(1.0 - step / 10, step), metrics={"accuracy": accuracy}))
+        early.on_evaluate(run.session, run.evaluations[-1])
+    assert run.stops == 1
+    with pytest.raises(ConfigError):
+        EarlyStop(patience=2, metric="acuracy").on_evaluate(run.session, run.evaluations[-1])
 
 
 CALLBACKS = """

@@ -247,12 +247,16 @@ class Evaluation(Event):
     seconds: Number
     generation: Count
 
+    @property
+    def results(self) -> Mapping[str, Number | None]:
+        """Loss, perplexity and metrics by name."""
+        return {"loss": self.loss, "perplexity": self.perplexity, **self.metrics}
+
     def describe(self) -> str:
         """Return "after step 99: loss 2.3026, perplexity 10.00, accuracy 0.1"."""
-        named = {"loss": self.loss, "perplexity": self.perplexity, **self.metrics}
         values = ", ".join(
             f"{name} {'is no finite number' if value is None else f'{value:.5g}'}"
-            for name, value in named.items()
+            for name, value in self.results.items()
             if value is not None or name != "perplexity"
         )
         return f"after step {self.step}: {values}"

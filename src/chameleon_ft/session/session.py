@@ -30,6 +30,7 @@ from chameleon_ft.report.view import RunReport
 from chameleon_ft.session.configuration import AUTO, NamedStep, RunRequest, checkpoint_of
 from chameleon_ft.session.joining import WatchRequest
 from chameleon_ft.session.process import LAUNCHED, Launch, RunProcess
+from chameleon_ft.storage.checkpoints import sign_and_name
 from chameleon_ft.storage.files import RunDirectory
 
 if TYPE_CHECKING:
@@ -431,21 +432,23 @@ class Callback:
 
 
 class EarlyStop(Callback):
-    """Ends the run after its current step, with a checkpoint, if the loss of evaluations does not fall any more.
+    """Ends the run after its current step, with a checkpoint, if the results of evaluations do not get better any more.
 
     The evaluations before a resume count, too.
 
     Args:
-        patience: evaluations in a row without a loss that is less than the least one before.
-        min_delta: by how much it has to be less.
+        patience: evaluations in a row without a result that is better than the best one before.
+        min_delta: by how much it has to be better.
+        metric: the result, as in `checkpoint.keep_best`: the loss, or a metric of the job, such as "max accuracy".
     """
 
-    def __init__(self, patience: int, *, min_delta: float = 0.0) -> None:
+    def __init__(self, patience: int, *, min_delta: float = 0.0, metric: str = "loss") -> None:
         if patience < 1 or min_delta < 0:
             given = f"EarlyStop({patience}, min_delta={min_delta})"
             raise ConfigError(f"{given}: give a patience of at least 1, and a min_delta of at least 0")
         self._patience = patience
         self._min_delta = min_delta
+        self._sign, self._name = sign_and_name(metric)
         self._has_stopped = False
 
     def on_evaluate(self, run: Session, evaluation: Evaluation) -> None:
@@ -454,8 +457,11 @@ class EarlyStop(Callback):
         for each in run.evaluations:
             if each.step > evaluation.step:
                 break
-            if each.loss is not None and each.loss < best - self._min_delta:
-                best, in_vain = each.loss, 0
+            if self._name not in each.results:
+                raise ConfigError.unknown_name("EarlyStop(metric=...)", self._name, each.results)
+            value = each.results[self._name]
+            if value is not None and self._sign * value < best - self._min_delta:
+                best, in_vain = self._sign * value, 0
             else:
                 in_vain += 1
         if in_vain >= self._patience and not self._has_stopped:
@@ -481,6 +487,7 @@ class Callbacks:
         self._callbacks: Final = tuple(callbacks)
         self._on_error = on_error
         self._records: deque[Record] = deque()
+        self._logged: set[tuple[int, type, type]] = set()
         self._is_calling = False
 
     def __bool__(self) -> bool:
@@ -525,10 +532,18 @@ class Callbacks:
                     callback.on_checkpoint(run, news)
                 case FailureRecord():
                     callback.on_incident(run, news)
-        except Exception:
+        except Exception as error:
             if self._on_error == "stop":
                 raise
-            _logger.warning("a callback, %s, has failed; the run goes on", type(callback).__name__, exc_info=True)
+            # Each step may bring it again.
+            kind = (id(callback), type(news), type(error))
+            if kind not in self._logged:
+                self._logged.add(kind)
+                _logger.warning(
+                    "a callback, %s, has failed; the run goes on, and this error is not logged again",
+                    type(callback).__name__,
+                    exc_info=True,
+                )
 
 
 def _request(

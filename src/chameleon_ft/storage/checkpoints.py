@@ -217,6 +217,12 @@ def note_evaluation(checkpoints: Path | Storage, step: int, values: Mapping[str,
     storage_of(checkpoints).write(f"{_folder(step)}/{_EVALUATION}", sealed(dict(values)))
 
 
+def sign_and_name(criterion: str) -> tuple[int, str]:
+    """Return 1 if the least result is the best, or -1 if the greatest is, and its name; see `checkpoint.keep_best`."""
+    direction, _, name = criterion.rpartition(" ")
+    return -1 if direction == "max" else 1, name
+
+
 def best_checkpoint(checkpoints: Path | Storage, criterion: str) -> int | None:
     """Return the step of the best complete checkpoint, the earliest if several are; None if none was evaluated.
 
@@ -224,13 +230,12 @@ def best_checkpoint(checkpoints: Path | Storage, criterion: str) -> int | None:
         criterion: the name of a result of evaluations, maybe after "min" or "max"; see `checkpoint.keep_best`.
     """
     storage = storage_of(checkpoints)
-    direction, name = criterion.split() if " " in criterion else ("min", criterion)
+    sign, name = sign_and_name(criterion)
     found = dict[int, float]()
     for step in complete_checkpoints(storage):
         # One that cannot be read counts as not evaluated.
         with contextlib.suppress(FileNotFoundError, DamagedCheckpointError, KeyError):
             found[step] = unsealed(storage, f"{_folder(step)}/{_EVALUATION}")[name]
-    sign = -1 if direction == "max" else 1
     return min(found, key=lambda step: (sign * found[step], step), default=None)
 
 
@@ -254,8 +259,8 @@ def require_complete(checkpoints: Path | Storage, step: int) -> None:
     storage = storage_of(checkpoints)
     complete = complete_checkpoints(storage)
     if step not in complete:
-        there_is = ", ".join(map(str, complete)) or "none"
-        raise CheckpointError(f"{storage.place()}: has no complete checkpoint of step {step}; there is {there_is}")
+        found = f"those of {', '.join(map(str, complete))}" if complete else "none"
+        raise CheckpointError(f"{storage.place()}: has no complete checkpoint of step {step}, but {found}")
     if (damage := damage_of(storage, step)) is not None:
         raise CheckpointError(f"the checkpoint of step {step} cannot be used: {damage}")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from chameleon_ft.cli.arguments import OptionalInt, RunPath, parse_arguments
-from chameleon_ft.storage.checkpoints import pin_checkpoint
+from chameleon_ft.cli.arguments import OptionalStr, RunPath, named_checkpoint, parse_arguments
+from chameleon_ft.storage.checkpoints import named_step, pin_checkpoint
 from chameleon_ft.storage.files import RunDirectory
 from chameleon_ft.storage.stores import checkpoint_storage
 
@@ -23,10 +23,10 @@ class CheckpointArguments:
 
     run: RunPath
     """Run directory."""
-    pin: OptionalInt = None
-    """Keep the checkpoint of this step, however many newer ones there will be."""
-    unpin: OptionalInt = None
-    """Let the checkpoint of this step be removed as any other."""
+    pin: OptionalStr = None
+    """Keep the checkpoint of this step, or best, however many newer ones there will be."""
+    unpin: OptionalStr = None
+    """Let the checkpoint of this step, or best, be removed as any other."""
     wait: bool = False
     """Return only once the checkpoint is complete, and with exit code 1 if it cannot be written."""
 
@@ -36,9 +36,12 @@ def main(arguments: Sequence[str]) -> int:
     given = parse_arguments(CheckpointArguments, arguments, command="checkpoint")
     run = RunDirectory.open(given.run)
     if given.pin is not None or given.unpin is not None:
-        for step, is_pinned in ((given.unpin, False), (given.pin, True)):
-            if step is not None:
-                pin_checkpoint(checkpoint_storage(run.config(), run), step, is_pinned=is_pinned)
+        config = run.config()
+        checkpoints = checkpoint_storage(config, run)
+        for named, is_pinned in ((given.unpin, False), (given.pin, True)):
+            step = named_checkpoint("--pin" if is_pinned else "--unpin", named)
+            if (step := named_step(checkpoints, step, criterion=config.checkpoint.keep_best)) is not None:
+                pin_checkpoint(checkpoints, step, is_pinned=is_pinned)
                 print(f"the checkpoint of step {step} {'is kept until it is unpinned' if is_pinned else 'is unpinned'}")
         return 0
     # Raises if the run is not live.

@@ -80,15 +80,16 @@ def evaluated(draft: Draft, worker: Worker, message: messages.Evaluated) -> None
     if message.step + 1 != state.evaluations.pending:
         # Another worker has reported it, or its step is trained again.
         return
-    result = _evaluation(message)
-    named = {"loss": result.loss, "perplexity": result.perplexity, **result.metrics}
-    evaluations = state.evaluations.ended({name: value for name, value in named.items() if value is not None})
+    result = evaluation_of(message)
+    results = {name: value for name, value in result.results.items() if value is not None}
+    evaluations = state.evaluations.ended(results)
     draft.state = replace(state, evaluations=evaluations, outcomes=state.outcomes.evaluated(message.seconds))
     draft.record(result)
     draft.do(commands.NoteEvaluation(message.step + 1, evaluations.of(message.step + 1)))
 
 
-def _evaluation(message: messages.Evaluated) -> Evaluation:
+def evaluation_of(message: messages.Evaluated) -> Evaluation:
+    """Return the means of an evaluation."""
     loss = _mean(message.loss, message.terms)
     # The loss of whole numbers, of which a sample has several, is that of a language model.
     are_tokens = math.isclose(message.labels, message.terms) and not math.isclose(message.terms, message.samples)
