@@ -11,6 +11,7 @@ import pytest
 
 from chameleon_ft import Session
 from chameleon_ft.errors import ConfigError
+from chameleon_ft.events.records import Evaluation
 from chameleon_ft.session.configuration import RunRequest
 from chameleon_ft.session.start import PreparedRun, prepare_run
 from chameleon_ft.storage.files import RunDirectory
@@ -40,6 +41,8 @@ def job(lr: float = 0.01):
         layers=layers,
         loss=Loss(reduction="sum"),
         dataset=Data(),
+        evaluation=Data(),
+        metrics={{"error": lambda output, target: (output - target).abs().sum()}},
         optimizer=partial(torch.optim.AdamW, lr=lr),
         clip_norm=1.0,
     )
@@ -49,6 +52,7 @@ CHANGES: dict[str, Any] = {
     "parallel": {"dp": 1, "pp": 2},
     "batch": {"micro_batches": 4, "micro_batch_size": 2},
     "job_arguments": {"lr": 0.02},
+    "evaluation": {"every": 2, "samples": 7},
 }
 
 
@@ -77,9 +81,16 @@ def test_losses_are_those_of_a_run_on_workers_and_a_resume_begins_with_its_check
     job = job_in(tmp_path)
     with Session(job, **CHANGES, steps=4, output_dir=str(tmp_path / "run")) as session:
         trained = [step.loss for step in session]
+        evaluations = session.evaluations
     code, prepared = debugged(job, tmp_path / "debugged", steps=6)
     assert code == 0
     assert losses(prepared.directory)[:4] == pytest.approx(trained, rel=1e-7)
+    found = [event for event in prepared.directory.readable_events()[0] if isinstance(event, Evaluation)]
+    assert [each.step for each in evaluations] == [1, 3]
+    for one, other in zip(evaluations, found, strict=False):
+        assert (one.step, one.samples, one.terms) == (other.step, other.samples, other.terms) == (other.step, 7, 7.0)
+        assert one.loss == pytest.approx(other.loss, rel=1e-6)
+        assert one.metrics == pytest.approx(other.metrics, rel=1e-6)
 
     changes = {"steps": 6, "debug": "single process"}
     resumed = prepare_run(RunRequest(changes=changes, resume=str(tmp_path / "run")))
@@ -93,7 +104,8 @@ def test_a_breakpoint_of_the_loss_stops_in_this_process(tmp_path: Path, monkeypa
     monkeypatch.setattr(sys, "breakpointhook", lambda: stops.append(os.getpid()))
     code, prepared = debugged(job_in(tmp_path, "breakpoint()"), tmp_path / "run")
     assert code == 0
-    assert stops == [os.getpid()] * 16
+    # Four steps of four micro-batches, and two evaluations: of four, and the last sample once more.
+    assert stops == [os.getpid()] * (16 + 2 * 5)
     assert [record.step for record in prepared.directory.readable_steps()[0]] == [0, 1, 2, 3]
 
 

@@ -172,6 +172,17 @@ class PlainLoop:
         metrics = _means(side for sides in collected for side in sides)
         return PlainStep(loss_sum / terms, grad_norm.item(), terms, samples, auxiliary_sum / terms, metrics)
 
+    def evaluated(self, inputs: Any, targets: Any) -> tuple[Any, Any]:
+        """Return the output of the last layer in evaluation mode, as the loss takes it, and the targets beside it."""
+        whole = nn.ModuleList(self._layers)
+        with torch.no_grad(), torch.random.fork_rng():
+            whole.eval()
+            output, _ = self._forward(inputs, targets, 0, 0)
+            whole.train()
+        if self._job.precision.is_lower:
+            output = _cast_to(torch.float32, output)
+        return output, self._on_device(targets)
+
     def _schedule(self, step: int, job: Job) -> None:
         """Set the rates of a step."""
         rates, schedule = [own.get("initial_lr", own.get("lr", 1.0)) for own in self._own], job.schedule
