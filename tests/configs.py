@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from chameleon_ft.config import Failure, RunConfig, config_to_toml
+from tests.backends import on_backend
 
 
 def write_config(config: RunConfig, directory: Path) -> Path:
     """Write a configuration as a file, for commands, and return its path."""
     path = directory / "config.toml"
-    path.write_text(config_to_toml(config))
+    path.write_text(config_to_toml(on_backend(config)))
     return path
 
 

@@ -55,6 +55,7 @@ from chameleon_ft.storage.files import ControlAddress, RunDirectory
 from chameleon_ft.storage.plans import read_generation_plans
 from chameleon_ft.storage.recorder import View
 from chameleon_ft.verify.verification import TOLERANCES, Verification, repeat_run
+from tests.backends import on_backend
 from tests.forked import ForkedCommand
 from tests.stored import event_lines
 from tests.undivided import undivided
@@ -71,15 +72,6 @@ PATIENT = Timeouts(
 
 SLOWED = float(os.environ.get("CHAMELEON_TEST_SLOWED", "1"))
 """How many times as long as usual every worker of `small_config` computes: tests hold at any pace of the machine."""
-
-
-BACKEND = os.environ.get("CHAMELEON_TEST_BACKEND", "gloo")
-"""The backend of every `small_config`; see `--backend` in `tests/conftest.py`."""
-
-ON_BACKEND: dict[str, Any] = {
-    "gloo": {},
-    "pretended-nccl": {"device": "npu", "backend": "pretended-nccl", "share_devices": True},
-}[BACKEND]
 
 
 def _slowed(failures: Sequence[Failure], workers: int) -> tuple[Failure, ...]:
@@ -114,12 +106,11 @@ def small_config(directory: Path, **changes: Any) -> TrainConfig:
         "model": LlamaConfig(dim=32, num_layers=2, num_heads=2, num_kv_heads=1, ffn_dim=64, seq_len=32),
         "data": Data(path=str(text)),
         "optimizer": Optimizer(lr=1e-3, min_lr=1e-4, warmup_steps=2),
-        **ON_BACKEND,
     }
     fields |= changes
     if SLOWED > 1:
         fields["failures"] = _slowed(fields.get("failures", ()), fields["workers"])
-    return TrainConfig(**{**fields, "parallel": undivided(fields["parallel"])})
+    return on_backend(TrainConfig(**{**fields, "parallel": undivided(fields["parallel"])}))
 
 
 def train_job(job: str | Path, path: Path, *, view: View | None = None, **changes: Any) -> Ended:
@@ -212,6 +203,7 @@ def create_run(config: RunConfig, path: Path) -> RunDirectory:
 
 def train_here(config: RunConfig, path: Path, *, view: View | None = None) -> Ended:
     """Train with the coordinator and the agent in this process; all runs of a process share its fork server."""
+    config = on_backend(config)
     run = create_run(config, path)
     return _train(run.own(config), run, resume=False, view=view)
 

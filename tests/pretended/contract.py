@@ -492,6 +492,23 @@ def test_tensors_of_the_device_are_not_those_of_the_host() -> None:
         on(1.0).numpy()
 
 
+def test_data_shares_the_memory_and_not_the_count_of_changes() -> None:
+    whole = on(0.0, count=4)
+    first, second = (part.data for part in whole.split(2))
+    before = first._version, second._version, whole._version
+    first.view(1, 2).add_(1)
+    assert (first._version, second._version, whole._version) == (before[0] + 1, *before[1:])
+    assert whole.tolist() == [1.0, 1.0, 0.0, 0.0]
+    assert first.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+
+
+def test_parameters_keep_their_attributes_on_the_device() -> None:
+    model = torch.nn.Linear(2, 2)
+    vars(model.weight)["scale"] = 3.0
+    assert model.to(NPU).weight.device == NPU
+    assert vars(model.weight)["scale"] == 3.0
+
+
 def test_results_are_there_once_the_stream_has_passed() -> None:
     held = Held()
     with held.stream:

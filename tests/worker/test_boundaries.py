@@ -59,7 +59,8 @@ FLOAT32 = "lambda size: [BoundarySpec((size, 4), torch.float32)] * 3"
 def config_of(directory: Path, *, forward: str, stated: str = "None", width: str = "4", pp: int = 3) -> RunConfig:
     path = directory / "boundaries.py"
     path.write_text(JOB.format(forward=forward, stated=stated, width=width))
-    return RunConfig(job=str(path), workers=pp, parallel=Parallel(dp=1, pp=pp), steps=4, timeouts=PATIENT)
+    # The job names the device, too.
+    return RunConfig(job=str(path), device="cpu", workers=pp, parallel=Parallel(dp=1, pp=pp), steps=4, timeouts=PATIENT)
 
 
 @pytest.mark.multiprocess

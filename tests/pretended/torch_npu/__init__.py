@@ -12,7 +12,8 @@ operation. These wait for the current stream, as on a real one:
   https://docs.nvidia.com/cuda/cuda-runtime-api/api-sync-behavior.html
 
 Unlike on a real one, so do operations that draw random numbers, because they draw from the generator of the host. It
-shows nothing about times or the size of memory.
+shows nothing about times or the size of memory. Autocast changes no types, and an exception in a backward ends the
+process: torch's guard of streams, for a device in Python, cannot be left by one.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from enum import Enum, auto
 from typing import Any, Final, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import return_and_correct_aliasing
@@ -90,6 +91,10 @@ class _Module:
         torch.default_generator.set_state(state)
 
     @staticmethod
+    def get_amp_supported_dtype() -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+    @staticmethod
     def mem_get_info(device: object = None) -> tuple[int, int]:
         return _BYTES, _BYTES
 
@@ -130,7 +135,8 @@ class OnDevice(Tensor):
 
     @property
     def data(self) -> Tensor:
-        return self.detach()
+        # It shares the memory, and not the count of changes in place.
+        return OnDevice(self.held)
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -139,6 +145,9 @@ class OnDevice(Tensor):
 
     def data_ptr(self) -> int:
         return self.held.data_ptr() + _ELSEWHERE
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.held.untyped_storage()  # which names the memory
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -348,7 +357,9 @@ def _moved(source: Tensor, **kwargs: Any) -> Tensor:
     is_non_blocking = bool(kwargs.pop("non_blocking", False))
     device = torch.device(kwargs.pop("device", None) or source.device)
     like = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device="meta")
-    spec = aten._to_copy.default(like, **{**kwargs, "device": torch.device("meta")})
+    spec: Tensor = aten._to_copy.default(like, **{**kwargs, "device": torch.device("meta")})
+    if device.type == "meta":
+        return spec
     made = _allocated((spec.shape, spec.stride(), spec.dtype))
     if device.type == _NPU:
         return _copied(source, OnDevice(made), is_non_blocking)
@@ -407,6 +418,37 @@ def _empty_of_host(*size: Any, pin_memory: bool = False, **kwargs: Any) -> Tenso
     return _pinned(made) if pin_memory else made
 
 
+_torch_apply: Final[Any] = nn.Module._apply
+
+
+def _apply(module: nn.Module, function: Callable[[Tensor], Tensor], *arguments: Any, **keywords: Any) -> nn.Module:
+    """Move or convert a module: its parameters keep their attributes, as those that torch moves in place."""
+    before = [(name, parameter) for name, parameter in module._parameters.items() if parameter is not None]
+    _torch_apply(module, function, *arguments, **keywords)
+    for name, parameter in before:
+        if (after := module._parameters[name]) is not parameter:
+            vars(after).update({key: value for key, value in vars(parameter).items() if key not in vars(after)})
+    return module
+
+
+def _autoload() -> None:
+    """Do nothing: torch has imported this module by calling it, at the end of its own import.
+
+    See https://docs.pytorch.org/tutorials/unstable/python_extension_autoload.html.
+    """
+
+
+def __getattr__(name: str) -> Any:
+    """Return a kernel that other packages import if they find this one."""
+    if not name.startswith("npu_"):
+        raise AttributeError(name)
+
+    def kernel(*_: Any, **__: Any) -> Any:
+        raise NotImplementedError(name)
+
+    return kernel
+
+
 def _register() -> torch.library.Library:
     """Register the device with torch, which knows no streams of a device in Python: its own are replaced."""
     backend_registration._setup_privateuseone_for_python_backend(_NPU, backend_module=_Module)
@@ -416,6 +458,7 @@ def _register() -> torch.library.Library:
     operators.impl("_copy_from", _copied, "PrivateUse1")
     replaced: Any = torch
     replaced.Stream, replaced.Event, replaced.empty = streams.Stream, streams.Event, _empty_of_host
+    replaced.nn.Module._apply = _apply
     replaced.Tensor.pin_memory, replaced.Tensor.is_pinned = _pin_memory, _is_pinned
     accelerator: Any = torch.accelerator
     accelerator.current_stream, accelerator.set_stream = streams.current_stream, streams.set_stream
