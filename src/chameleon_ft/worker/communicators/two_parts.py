@@ -297,7 +297,7 @@ class DevicePart:
         """Agree with all members on what becomes of each key.
 
         Return its own key if its communicator has outlived its generation, that of a group to be shrunk, and None if it
-        is formed anew. Those for which a member has no stream left are left out; groups never are.
+        is formed anew. Those for which a member has no stream left are left out, groups last: the host part has them.
         """
         num_free = _STREAMS.num_free(self._draw)
         origins: dict[_Key, _Key | None] = {}
@@ -319,8 +319,6 @@ class DevicePart:
         for peer, theirs in _exchanged(own, host).items():
             for key, claim in zip(sorted(shared[peer], key=repr), theirs.tolist(), strict=True):
                 found[key].add(tuple(claim))
-        if any(_NO_STREAM in found[key] for key in keys if not isinstance(key, Channel)):
-            raise RuntimeError("torch has too few streams for the groups that reduce")
         return {
             key: origins[key] if len(found[key]) == 1 and _NEW not in found[key] else None
             for key in keys
