@@ -11,15 +11,18 @@ unexport PYTHONDONTWRITEBYTECODE
 
 # Files or folders: `make test-multi TESTS=tests/launch` runs fewer.
 TESTS ?= tests
+# The tests that `make test-nccl` runs, by their mark: each_kind or multiprocess.
+KINDS ?= each_kind
 # Of one process, and dependent on the instructions with which the processor computes: numbers, and memory of kernels.
 OF_PROCESSOR := tests/models tests/cost/test_memory.py $(addprefix tests/worker/test_,worker_memory.py \
 	profiling_layers.py split_backward.py float32_modules.py precision.py recompute.py executor.py)
 
-.PHONY: help setup train test test-single test-multi test-avx2 test-paced explore golden sequences check
+.PHONY: help setup train test test-single test-multi test-nccl test-avx2 test-paced explore golden sequences check
 
 help:
 	@echo "make train      train a small model on this machine, through two failures"
-	@echo "make test       run all tests: those of test-single, in one process each, and of test-multi"
+	@echo "make test       run all tests: those of test-single, in one process each, of test-multi and of test-nccl"
+	@echo "make test-nccl  run a test of each kind of failure over a pretended NCCL; KINDS=multiprocess: all that train"
 	@echo "make test-avx2  run the tests that depend on the processor as on one without AVX-512"
 	@echo "make test-paced run the tests of worker processes at several paces, and beside a load"
 	@echo "make explore    run the tests of one process with examples that are drawn anew"
@@ -34,7 +37,7 @@ train: $(VENV)/.with-package
 	$(BIN)/chameleon train examples/quickstart.toml
 
 test: $(VENV)/.with-dev
-	.ci/parts test-single test-multi
+	.ci/parts test-single test-multi test-nccl
 
 test-single: $(VENV)/.with-dev
 	$(BIN)/python -m pytest -m "not multiprocess" --numprocesses auto --dist worksteal $(TESTS)
@@ -46,11 +49,17 @@ test-avx2: $(VENV)/.with-dev
 test-paced: $(VENV)/.with-dev
 	.ci/paces
 
+# Two at a time, however many cores: these start a process for each worker, most of which wait for each other. The files
+# in the order of tests/conftest.py: pytest-xdist would begin with those that have most tests.
+test-multi test-nccl: WORKERS = --numprocesses 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 8
+
 test-multi: $(VENV)/.with-dev
-	# Two at a time, however many cores: these start a process for each worker, most of which wait for each other. The
-	# files in the order of tests/conftest.py: pytest-xdist would begin with those that have most tests.
-	$(BIN)/python -m pytest -m multiprocess --numprocesses 2 --dist loadfile --no-loadscope-reorder \
-		--max-worker-restart 8 $$(grep -rl mark.multiprocess $(TESTS) --include='test_*.py' | sort)
+	$(BIN)/python -m pytest -m multiprocess $(WORKERS) \
+		$$(grep -rl mark.multiprocess $(TESTS) --include='test_*.py' | sort)
+
+test-nccl: $(VENV)/.with-dev
+	$(BIN)/python -m pytest --backend pretended-nccl -m $(KINDS) $(WORKERS) \
+		$$(grep -rl mark.$(KINDS) $(TESTS) --include='test_*.py' | sort)
 
 explore: $(VENV)/.with-dev
 	$(BIN)/python -m pytest -m "not multiprocess" --numprocesses auto --dist worksteal --hypothesis-profile=explore

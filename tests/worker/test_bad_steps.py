@@ -96,6 +96,7 @@ def only_bad_step(ended: Ended) -> dict[str, Any]:
     return event
 
 
+@pytest.mark.each_kind
 @pytest.mark.multiprocess
 def test_a_fault_of_the_hardware_is_told_from_the_data_and_its_worker_named(tmp_path: Path) -> None:
     config = small_config(tmp_path, failures=(fails(3, step=4, phase="backward", kind="nan"),))

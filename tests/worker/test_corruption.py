@@ -14,6 +14,7 @@ from tests.histories import train_until
 pytestmark = pytest.mark.multiprocess
 
 
+@pytest.mark.each_kind
 def test_of_three_holders_the_one_that_differs_is_lost(tmp_path: Path) -> None:
     config = small_config(
         tmp_path,

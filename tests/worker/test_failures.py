@@ -47,6 +47,7 @@ WATCHFUL = Timeouts(
 # --- failures in every phase ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.each_kind
 def test_a_kill_in_every_phase_down_to_one_holder_of_each_stage(tmp_path: Path) -> None:
     kills: dict[int, tuple[int, FailurePhase]] = {2: (1, "forward"), 4: (4, "sync"), 6: (0, "backward"), 8: (5, "vote")}
     failures = tuple(fails(worker, step=step, phase=phase) for step, (worker, phase) in kills.items())

@@ -83,7 +83,7 @@ def joined(ended: Ended) -> list[int]:
     return [worker for record in ended.events("join") for worker in record["workers"]]
 
 
-@pytest.mark.parametrize("redundancy", ["all", 2])
+@pytest.mark.parametrize("redundancy", ["all", pytest.param(2, marks=pytest.mark.each_kind)])
 def test_a_lost_worker_comes_back(tmp_path: Path, redundancy: Literal["all"] | int) -> None:
     parallel = Parallel(dp=2, pp=3, optimizer_redundancy=redundancy)
     config = endless(tmp_path, parallel=parallel, failures=(fails(3, step=4),))
@@ -170,6 +170,7 @@ def test_a_worker_is_lost_after_layers_have_arrived_at_others(tmp_path: Path) ->
     assert failure["generation"] <= view.generation + 2, "what was to follow the migration had not begun"
 
 
+@pytest.mark.each_kind
 def test_workers_are_drained_without_a_failure(tmp_path: Path) -> None:
     path = write_config(endless(tmp_path), tmp_path)
     run = RunDirectory(tmp_path / "run")

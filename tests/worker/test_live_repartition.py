@@ -48,6 +48,7 @@ def eight_workers(directory: Path, **changes: Any) -> TrainConfig:
     return small_config(directory, **{**fields, **changes})
 
 
+@pytest.mark.each_kind
 def test_one_worker_of_eight(tmp_path: Path) -> None:
     ended = train_here(eight_workers(tmp_path, failures=(fails(3, step=4),)), tmp_path / "run")
     assert_trained_as_if_nothing_failed(ended)

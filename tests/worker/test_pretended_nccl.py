@@ -1,4 +1,4 @@
-"""The pretended library of the pretended accelerator: its contract, and whole runs over it."""
+"""The pretended library of the pretended accelerator: its contract, and communicators over it."""
 
 from __future__ import annotations
 
@@ -10,23 +10,20 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Final
 
 import pytest
 import torch
 from torch.utils import backend_registration
 
-from chameleon_ft.config import BACKENDS, Checkpoint, Failure, Health, Parallel, Recovery
+from chameleon_ft.config import BACKENDS
 from chameleon_ft.schedule.channels import Channel, Kind
-from chameleon_ft.storage.files import RunDirectory
 from chameleon_ft.worker.communicators.base import CommunicationError, Membership, Tag, tag_of
 from chameleon_ft.worker.communicators.gloo import GlooCommunicators
 from chameleon_ft.worker.communicators.two_parts import DevicePart, TwoPartCommunicators
 from tests.backends import ENVIRON, use_backend
-from tests.harness import Command
 from tests.worker.ranks import TIMEOUTS, Ranks
-from tests.worker.test_pretended_device import ROOT, assert_as_the_plain_loop, job
+from tests.worker.test_pretended_device import ROOT
 
 pytestmark = pytest.mark.skipif(
     not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"), reason="another version of torch"
@@ -40,28 +37,6 @@ def test_the_contract() -> None:
         words, cwd=ROOT, env={**os.environ, **ENVIRON}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     assert done.returncode == 0, done.stdout
-
-
-@pytest.mark.multiprocess
-def test_an_interrupted_step_is_completed_over_the_library(tmp_path: Path) -> None:
-    file = job(
-        tmp_path,
-        steps=6,
-        parallel=Parallel(dp=2, pp=2),
-        checkpoint=Checkpoint(every=0),
-        health=Health(detect_slow=False, check_every=2),
-        recovery=Recovery(policy="reroute"),
-        failures=(Failure(worker=3, step=3, phase="backward"),),
-    )
-    # Only processes with the package know the name.
-    configuration = file.with_suffix(".toml")
-    configuration.write_text(configuration.read_text().replace('"gloo"', '"pretended-nccl"', 1))
-    run = RunDirectory(tmp_path / "run")
-    with Command("run", file, "--output-dir", run.path, environ=ENVIRON) as training:
-        assert training.wait() == 0, training.printed
-    (failure,) = run.failures()
-    assert failure.is_salvaged
-    assert_as_the_plain_loop(run)
 
 
 # --- communicators over generations, in ranks of their own -----------------------------------------------------------

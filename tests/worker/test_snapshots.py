@@ -57,6 +57,7 @@ def test_parity_brings_back_what_was_lost_while_a_snapshot_was_under_way(tmp_pat
     assert ended.failures[-1].resume_step in taken
 
 
+@pytest.mark.each_kind
 def test_slices_without_owner_come_back(tmp_path: Path) -> None:
     parallel = Parallel(dp=3, pp=2, optimizer_redundancy=1)
     ended = train(tmp_path, dp=3, pp=2, parallel=parallel, failures=(fails(3, step=7, phase="gather"),))
