@@ -27,6 +27,7 @@ from chameleon_ft.host import fork_server
 from chameleon_ft.host.fork_server import end_with
 from chameleon_ft.launch import background
 from chameleon_ft.launch.processes import SIGNALS, load_solvers
+from chameleon_ft.worker import shared_reads
 
 _CLONE_NEWNET = 0x40000000  # <linux/sched.h>
 _MAX_FILES = os.sysconf("SC_OPEN_MAX")
@@ -99,8 +100,10 @@ def _serve(descriptor: int, starter: int, preload: str) -> NoReturn:
     code = 1
     try:
         end_with(starter)
-        os.closerange(3, descriptor)
-        os.closerange(descriptor + 1, _MAX_FILES)
+        # Loaders share one file, which is opened when its module is imported.
+        first, second = sorted((descriptor, shared_reads._BOARD))
+        for begin, end in ((3, first), (first + 1, second), (second + 1, _MAX_FILES)):
+            os.closerange(begin, end)
         gc.enable()
         gc.collect()
         gc.freeze()  # what is left of that process must close none of the files that are opened here
