@@ -15,6 +15,8 @@ from torch.optim import lr_scheduler
 from benchmarks._sequence_draws import Part
 from chameleon_ft import auxiliary_loss, log
 from chameleon_ft.config import TrainConfig
+from chameleon_ft.data import Buckets
+from chameleon_ft.data.samples import IGNORED
 from chameleon_ft.job.datasets import Dataset
 from chameleon_ft.job.job import Job, ModelParameters
 from chameleon_ft.models.llama import llama_job
@@ -42,13 +44,21 @@ def job(config: TrainConfig, *, parts: str = "") -> Job:
         layers = [partial(_frozen, each) if layer in frozen else each for layer, each in enumerate(layers)]
     if "optimizer" in given:
         changes |= _optimizer(drawn, config.steps)
+    if "buckets" in given:
+        lengths = tuple(config.model.seq_len * quarters // 4 for quarters in (1, 2, 4))
+        changes["dataset"] = changes["evaluation"] = _Cut(own.dataset, lengths[-1])
+        changes |= {"collate": Buckets(lengths), "loss_terms": _labels}
     if "stream" in given:
-        changes["dataset"] = _Stream(own.dataset)
+        changes["dataset"] = _Stream(changes.get("dataset", own.dataset))
     return replace(own, layers=layers, **changes)
 
 
 def _certainty(logits: Tensor, targets: Tensor) -> Tensor:
-    return logits.log_softmax(-1).amax(-1).sum()
+    return logits.log_softmax(-1).amax(-1)[targets != IGNORED].sum()
+
+
+def _labels(targets: Tensor) -> Tensor:
+    return (targets != IGNORED).sum()
 
 
 # --- layers ----------------------------------------------------------------------------------------------------------
@@ -185,6 +195,22 @@ def _of_matrices(own: ModelParameters) -> torch.optim.Optimizer:
 
 def _averaged(own: ModelParameters) -> torch.optim.Optimizer:
     return ema(torch.optim.AdamW(own.named_parameters(), lr=_RATE), 0.9)
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """The samples of a dataset, each cut to a length of its own."""
+
+    dataset: Dataset
+    most: int
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        length = 2 + index * 7 % (self.most - 1)
+        inputs, targets = self.dataset[index]
+        return inputs[:length], targets[:length]
 
 
 @dataclass

@@ -296,8 +296,8 @@ def _steps(records: _Records) -> Iterator[str]:
     config, steps = records.config, records.steps
     for before, after in pairwise(steps):
         first = records.plans[after.generation].first_step
-        expected = before.step + 1 if after.generation == before.generation else min(first, before.step + 1)
-        if after.step != expected:
+        next_step = before.step + 1 if after.generation == before.generation else min(first, before.step + 1)
+        if after.step != next_step:
             yield f"step {after.step} of generation {after.generation} follows {before.step}"
         if (
             after.step <= before.step
@@ -308,9 +308,11 @@ def _steps(records: _Records) -> Iterator[str]:
             and not any(before.time <= event["time"] <= after.time for event in records.undecided)
         ):
             yield f"step {after.step} is trained again, and no failure says so"
-    if any(record.samples != config.batch.samples for record in steps if not record.is_skipped):
-        yield f"some steps do not have {config.batch.samples} samples: {[record.samples for record in steps]}"
-    repeated = (len(steps) - len({record.step for record in steps})) * config.batch.samples
+    batch = config.batch
+    expected = [batch.samples_before(record.step + 1) - batch.samples_before(record.step) for record in steps]
+    if any(record.samples != own for record, own in zip(steps, expected, strict=True) if not record.is_skipped):
+        yield f"the steps should have {expected} samples: {[record.samples for record in steps]}"
+    repeated = sum(expected) - sum(dict(zip((record.step for record in steps), expected, strict=True)).values())
     counted = (records.summary["samples_lost"], records.summary["samples_repeated"])
     if counted != (0, repeated):
         yield f"samples lost and repeated are {counted}, and the records say {(0, repeated)}"
@@ -416,8 +418,11 @@ def _decisions(records: _Records) -> Iterator[str]:
             if later["event"] == "plan" and later["generation"] == event["generation"] and later["policy"] not in done:
                 yield f"{chosen} is chosen and {later['policy']} is done"
     for plan in records.plans.values():
-        if plan.plan.micro_batches != records.config.batch.micro_batches:
-            yield f"the plan of generation {plan.generation} has {plan.plan.micro_batches} micro-batches"
+        for step in range(plan.first_step, records.config.steps):
+            own, expected = plan.at(step).plan.micro_batches, records.config.batch.micro_batches_at(step)
+            if own != expected:
+                yield f"the plan of generation {plan.generation} has {own} micro-batches in step {step}, not {expected}"
+                break
 
 
 def _returns(records: _Records) -> Iterator[str]:

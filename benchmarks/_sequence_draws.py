@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal, get_args
 
@@ -56,15 +56,18 @@ _WITHOUT_MOVES: Final = ("reroute", "recycle", _BY_CHECKPOINT)  # whose recoveri
 _SALVAGING: Final = ("chameleon", "reroute")  # policies that complete an interrupted step
 _MOVING: Final = tuple(name for name in get_args(PolicyName) if name not in _WITHOUT_MOVES)
 
-Part = Literal["routed", "experts", "trees", "tied", "frozen", "optimizer", "stream", "best", "recomputed"]
+Part = Literal[
+    "routed", "experts", "trees", "tied", "frozen", "optimizer", "stream", "buckets", "ramp", "best", "recomputed"
+]
 """An addition to a run of the built-in Llama.
 
 routed: routers with auxiliary losses, metrics and sums over the step; experts: mixtures of experts; trees: trees of
 tensors between layers; tied: a tied head; frozen: frozen layers; optimizer: parameter groups, several optimizers or
-averages, each with a schedule; stream: data from a stream; best: the best evaluated state is kept; recomputed: the
-first plan recomputes.
+averages, each with a schedule; stream: data from a stream; buckets: samples of several lengths; ramp: a batch that
+grows; best: the best evaluated state is kept; recomputed: the first plan recomputes.
 """
 _DRAWN_PARTS: Final = get_args(Part)[:-2]
+_MAX_STAGES: Final = 3  # of a ramp, before the whole batch
 
 Target = Literal[
     "coordinator", "background process", "agent", "fork server", "worker", "launcher", "all", "disk", "link"
@@ -115,6 +118,7 @@ class DrawnRun:
         snapshots: most steps that are repeated with them, and how they are kept; None for none.
         parts: of the model, beside the built-in Llama.
         evaluation: steps between two evaluations, and their samples; None for none.
+        ramp: stages of the batch before the whole of it: each with the step after it and its micro-batches.
     """
 
     seed: int
@@ -137,6 +141,7 @@ class DrawnRun:
     snapshots: tuple[int, Literal["copy", "parity"]] | None = None
     parts: tuple[Part, ...] = ()
     evaluation: tuple[int, int] | None = None
+    ramp: tuple[tuple[int, int], ...] = ()
 
     @property
     def workers(self) -> int:
@@ -154,6 +159,7 @@ class DrawnRun:
             "split" if self.split_backward else "fused",
             self.policy,
             f"{self.micro_batches} x {self.micro_batch_size} samples",
+            *(f"{count} micro-batches to {step}" for step, count in self.ramp),
             f"{self.blocks} blocks",
             f"{self.steps} steps",
             f"checkpoint every {self.checkpoint_every}" if self.checkpoint_every else "no checkpoint",
@@ -191,8 +197,23 @@ def _drawn(seed: int, steps: tuple[int, int], *, joins: bool) -> DrawnRun:
     """Return a run without strikes, of a number of steps between two."""
     run = _in_slices(random.Random(f"slices {seed}"), _draw(seed, steps, joins=joins))
     parts = tuple(part for part in _DRAWN_PARTS if random.Random(f"{part} {seed}").random() < _WITH_PART)
-    run = _with_snapshots(random.Random(f"snapshots {seed}"), replace(run, parts=parts))
+    run = _with_snapshots(random.Random(f"snapshots {seed}"), with_parts(run, parts))
     return _with_evaluation(random.Random(f"evaluation {seed}"), run)
+
+
+def with_parts(run: DrawnRun, parts: Iterable[Part]) -> DrawnRun:
+    """Return the run with these parts, too, and with a ramp if that is among them: stages mostly end at failures."""
+    run, rng = replace(run, parts=tuple(dict.fromkeys((*run.parts, *parts)))), random.Random(f"stages {run.seed}")
+    if "ramp" not in run.parts:
+        return run
+    count = rng.randint(1, _MAX_STAGES)
+    *fewer, whole = sorted(rng.sample(range(1, 3 + _MAX_STAGES), count + 1))
+    at_failures = [step for each in run.failures for step in (each.step, each.step + 1) if 0 < step < run.steps]
+    ends = {
+        rng.choice(at_failures) if at_failures and rng.random() < 0.7 else rng.randrange(1, run.steps) for _ in fewer
+    }
+    ramp = tuple((end, run.dp * share) for end, share in zip(sorted(ends), fewer, strict=False))
+    return replace(run, micro_batches=run.dp * whole, ramp=ramp)
 
 
 def _with_evaluation(rng: random.Random, run: DrawnRun) -> DrawnRun:

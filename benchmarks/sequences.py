@@ -27,7 +27,7 @@ import torch
 from benchmarks._common import Bar, Report, add_backend, new_folder, report_arguments
 from benchmarks._neighbours import progress
 from benchmarks._sequence_checks import EVALUATION_TOLERANCES, Findings, look_at
-from benchmarks._sequence_draws import DrawnRun, Part, draw
+from benchmarks._sequence_draws import DrawnRun, Part, draw, with_parts
 from benchmarks._sequence_strikes import train_on_hosts, train_under_strikes
 from chameleon_ft.config import (
     SLOWNESS,
@@ -37,6 +37,7 @@ from chameleon_ft.config import (
     Health,
     LlamaConfig,
     Parallel,
+    RampStage,
     Recovery,
     Snapshots,
     TrainConfig,
@@ -64,7 +65,7 @@ def main() -> int:
     seeds = range(given.seed, given.seed + given.runs)
     runs = [draw(seed, joins=given.joins, strikes=given.strikes) for seed in seeds]
     if given.part:
-        runs = [replace(run, parts=tuple(dict.fromkeys((*run.parts, given.part)))) for run in runs]
+        runs = [with_parts(run, [given.part]) for run in runs]
     trained = partial(_trained, folder)
     spawned = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(given.jobs, spawned, initializer=use_backend, initargs=(given.backend,)) as processes:
@@ -107,7 +108,11 @@ def config_of(drawn: DrawnRun, directory: Path) -> TrainConfig:
             split_backward=drawn.split_backward,
             optimizer_redundancy="all" if drawn.owners is None else drawn.owners,
         ),
-        batch=Batch(micro_batches=drawn.micro_batches, micro_batch_size=drawn.micro_batch_size),
+        batch=Batch(
+            micro_batches=drawn.micro_batches,
+            micro_batch_size=drawn.micro_batch_size,
+            ramp=tuple(RampStage(until_step=step, micro_batches=count) for step, count in drawn.ramp),
+        ),
         model=LlamaConfig(
             dim=32,
             num_layers=drawn.blocks,

@@ -145,7 +145,7 @@ def test_what_is_wrong_with_an_event_is_found(
         (lambda steps: steps[3]["metrics"].update(largest_load=1.0), "step 3 has"),
         (lambda steps: steps.append(steps[4]), "is trained again, and no failure says so"),
         (lambda steps: steps.append({**steps[4], "loss": 1.0}), "was trained again with another loss"),
-        (lambda steps: steps[1].update(samples=3), "some steps do not have 4 samples"),
+        (lambda steps: steps[1].update(samples=3), "the steps should have [4, 4, 4, 4, 4] samples"),
         (lambda steps: steps.pop(), "4 of 5 steps"),
     ],
 )
