@@ -203,11 +203,13 @@ def train(
     repeats: bool = False,
     precision: Precision = Precision(),
     sharding: Sharding | None = None,
+    is_ending: bool = False,
 ) -> list[Rank]:
     """Train in two pipelines of one stage, workers 0 and 1; each destination of the migration is a shadow holder.
 
     Args:
         sharding: owners of slices among workers 0 and 1; if given, ranks end with the switch.
+        is_ending: whether each step is said to be the last one.
     """
     job = replace(toy_job(LAYERS, tied=tied), precision=precision)
     routes = [Route(m, (Hop(m % 2, WHOLE),)) for m in range(BATCH.micro_batches)]
@@ -239,6 +241,8 @@ def train(
         )
         for rank, line in zip(ranks, lines, strict=True)
     ]
+    for rank in ranks if is_ending else ():
+        rank.is_ending.set()
     for thread in threads:
         thread.start()
     if switches_after_s is not None:
@@ -372,6 +376,14 @@ def test_a_vote_does_not_wait_for_ever() -> None:
     ranks = train(move((0, 2, 1, 100), hold_s=0.2), steps=6)
     assert [rank.error for rank in ranks] == [None] * 3
     assert ranks[2].held.layers == {1}
+
+
+def test_no_layer_is_requested_in_the_last_step() -> None:
+    """Nor after it, while a state is evaluated: its source may end before it has sent it."""
+    ranks = train(move((0, 2, 1, 100), hold_s=20.0), steps=6, is_ending=True)
+    assert [rank.error for rank in ranks] == [None] * 3
+    assert not ranks[2].migrated.done()
+    assert ranks[2].held.layers == set()
 
 
 def test_a_layer_that_would_take_too_long_is_not_waited_for() -> None:

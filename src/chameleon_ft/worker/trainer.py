@@ -18,6 +18,7 @@ from chameleon_ft.protocol.messages import (
     Exit,
     Finished,
     LoaderEnded,
+    Message,
     PeerFailed,
     Refused,
     SampleUnread,
@@ -72,7 +73,19 @@ class Trainer:
         self._new_communicators = new_communicators
         self._stream: ReadAhead | None = None
         reads = RunReads(rank.job, config, reading=self._reading)
-        source = reads if loaders is None else self._prefetched(reads, loaders)
+        source: SampleSource = reads
+        if loaders is not None:
+            source = PrefetchedReads(
+                reads=reads,
+                start=loaders.start,
+                progress=loaders.progress,
+                waiting=self._reading,
+                check=self._require_generation,
+                ended=self._report_ended,
+                count=config.loading.processes,
+                prefetch=config.loading.prefetch,
+                steps=config.steps,
+            )
         if is_stream(rank.job.dataset):
             assert loaders is not None
             self._stream = ReadAhead(
@@ -105,19 +118,6 @@ class Trainer:
             checkpoint_storage(config, run),
             saved=client.send,
             before_write=lambda step: rank.faults.at("checkpoint", step),
-        )
-
-    def _prefetched(self, reads: SampleSource, loaders: LoaderServer) -> SampleSource:
-        return PrefetchedReads(
-            reads=reads,
-            start=loaders.start,
-            progress=loaders.progress,
-            waiting=self._reading,
-            check=self._require_generation,
-            ended=self._report_ended,
-            count=self._config.loading.processes,
-            prefetch=self._config.loading.prefetch,
-            steps=self._config.steps,
         )
 
     def _require_generation(self) -> None:
@@ -255,16 +255,17 @@ class Trainer:
         if self._state.committer is not None and self._state.committer.state is not None:
             self._state.committer.state.in_flight.clear()
         self._preparations.trained()
-        if outcome is Outcome.SWITCH:
+        if outcome is Outcome.OVER:
+            mover.close()
+        else:
+            # Also at the end of a run: closing a connection with unread messages may lose those that it has sent.
             mover.abandon()
             self._former.append(mover)
-        else:
-            mover.close()
         if self._state.committer is not None:
             self._state.committer.end_exchange()
         self._client.leave(generation.number)
         self._state.transfer.end()
-        if outcome is not Outcome.SWITCH:
+        if outcome is Outcome.OVER:
             mover.communicators.close()
 
     def _next(self, generation: Generation) -> Generation | None:
@@ -303,19 +304,21 @@ class Trainer:
         )
 
     def _report_unread(self, step: int, draw: Draw, error: str) -> None:
-        """Report a sample that is left out; the report arrives even if this rank is lost right afterwards."""
+        """Report a sample that is left out."""
         epoch, sample = draw
         is_replaced = self._stream is not None
-        self._client.send(SampleUnread(step=step, epoch=epoch, sample=sample, error=error, is_replaced=is_replaced))
-        with suppress(TimeoutError):
-            self._client.flush()
+        self._send_now(SampleUnread(step=step, epoch=epoch, sample=sample, error=error, is_replaced=is_replaced))
 
     def _report_ended(self, loader: str, doing: str) -> None:
         self._client.send(LoaderEnded(loader=loader, doing=doing))
 
     def _report_snapshot(self, generation: int, step: int, held_up_s: float) -> None:
-        """Report this rank's part of a snapshot; the report arrives even if this rank is lost right afterwards."""
-        self._client.send(SnapshotTaken(generation=generation, step=step, held_up_s=held_up_s))
+        """Report this rank's part of a snapshot."""
+        self._send_now(SnapshotTaken(generation=generation, step=step, held_up_s=held_up_s))
+
+    def _send_now(self, report: Message) -> None:
+        """Send a report that arrives even if this rank is lost right afterwards."""
+        self._client.send(report)
         with suppress(TimeoutError):
             self._client.flush()
 

@@ -331,7 +331,8 @@ class LayerMigration:
 
         def may_begin() -> bool:
             nonlocal refused_in
-            if (ends_s := self._window.ends_s) is None:
+            # A layer that comes with the last step is of no use.
+            if (ends_s := self._window.ends_s) is None or self._is_ending():
                 return False
             is_late = refused_in not in (None, self._window.begun_at_s)
             if is_late or time.monotonic() + expected_s <= ends_s:
