@@ -11,8 +11,8 @@ import struct
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
@@ -22,12 +22,15 @@ import pytest
 
 from chameleon_ft.cli import main
 from chameleon_ft.events.lines import Record
+from chameleon_ft.events.records import Evaluation
 from chameleon_ft.report.sinks.registry import SINKS
 from chameleon_ft.report.sinks.sink import Delivery
+from chameleon_ft.report.sinks.trackers import Delivered, TrackerSink
 from chameleon_ft.report.sinks.webhook import WebhookSink
+from chameleon_ft.report.story import Notice
 from chameleon_ft.storage.files import RunDirectory
 from tests.report.live.lines import add, event, failed, lost, new_run, read, started, stepped
-from tests.report.records import join_record, outcome_record
+from tests.report.records import join_record, outcome_record, step_record
 
 
 @pytest.fixture
@@ -228,6 +231,38 @@ def test_trackio_has_one_run_and_each_step_once(run: RunDirectory, tmp_path: Pat
     assert len({run_id for run_id, _, _ in rows}) == 1
     losses = [(step, json.loads(values).get("train/loss")) for _, step, values in rows]
     assert [each for each in losses if each[1] is not None] == [(0, 3.0), (1, 2.5), (2, 9.0)]
+
+
+@dataclass
+class Noted:
+    """A tracker that keeps what it is given."""
+
+    scalars: list[tuple[int, Mapping[str, float]]] = field(default_factory=list)
+
+    def log(self, scalars: Mapping[str, float], *, step: int, time_s: float) -> None:
+        self.scalars.append((step, scalars))
+
+    def tell(self, notice: Notice, *, step: int, time_s: float, is_alert: bool) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def test_a_tracker_has_the_evaluation_of_each_step_once(run: RunDirectory) -> None:
+    noted = Noted()
+
+    def evaluated(step: int, loss: float) -> Evaluation:
+        return Evaluation(step=step, loss=loss, samples=1, terms=1.0, seconds=1.0, generation=1)
+
+    # The second one after a return to step 1, and a requeue.
+    for steps in ({0: 3.0, 1: 9.0}, {1: 2.0, 2: 1.0}):
+        sink = TrackerSink(noted, Delivered(run, "a tool", "a place"))
+        for step, loss in steps.items():
+            sink.take(step_record(step))
+            sink.take(evaluated(step, loss))
+        sink.close()
+    losses = [(step, own["evaluation/loss"]) for step, own in noted.scalars if "evaluation/loss" in own]
+    assert losses == [(0, 3.0), (1, 9.0), (2, 1.0)]
+    assert [step for step, own in noted.scalars if "train/loss" in own] == [0, 1, 2]
 
 
 # --- OpenTelemetry ---------------------------------------------------------------------------------------------------

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from chameleon_ft.events.lines import Record
-from chameleon_ft.events.records import FailureRecord, StepRecord
+from chameleon_ft.events.records import Evaluation, FailureRecord, StepRecord
 from chameleon_ft.report.sinks.sink import scalars_of
 from chameleon_ft.report.story import Notice, notices_of
 from chameleon_ft.storage.files import RunDirectory, replace_file
 
 _SAVED_EVERY_S: Final = 1.0
+_OF_A_STEP: Final = StepRecord, Evaluation
 
 
 class Tracker(Protocol):
@@ -42,32 +43,28 @@ class Delivered:
     def __init__(self, run: RunDirectory, tool: str, place: str) -> None:
         self._path: Path = run.path / "trackers.json"
         self._key = f"{tool} {place}"
-        known = self._entries().get(self._key, {"id": uuid.uuid4().hex, "step": -1, "times": {}})
+        known = self._entries().get(self._key, {"id": uuid.uuid4().hex})
         self.id: str = known["id"]
-        self._step: int = known["step"]
-        self._times: dict[str, float] = known["times"]
+        # By type, the step of the newest record, or its time if a step may have several.
+        self._newest: dict[str, float] = known.get("newest", {})
         # Two records of one time are two, but those of an earlier process are told apart by times alone.
-        self._before = dict(self._times)
+        self._before = dict(self._newest)
         self._saved_s = -math.inf
 
     def lacks(self, record: Record) -> bool:
-        """Return whether the tracker does not have a record, nor, if it is a step, an earlier record of that step."""
-        if isinstance(record, StepRecord):
-            return record.step > self._step
-        return bool(record.time > self._before.get(type(record).__name__, -math.inf))
+        """Return whether the tracker does not have a record, nor, of a step or an evaluation, one of the same step."""
+        newest = self._newest if isinstance(record, _OF_A_STEP) else self._before
+        return _number(record) > newest.get(type(record).__name__, -math.inf)
 
     def add(self, record: Record) -> None:
         """Note that the tracker has a record."""
-        if isinstance(record, StepRecord):
-            self._step = record.step
-        else:
-            self._times[type(record).__name__] = record.time
+        self._newest[type(record).__name__] = _number(record)
         if time.monotonic() - self._saved_s > _SAVED_EVERY_S:
             self.save()
 
     def save(self) -> None:
         """Write the file."""
-        entries = self._entries() | {self._key: {"id": self.id, "step": self._step, "times": self._times}}
+        entries = self._entries() | {self._key: {"id": self.id, "newest": self._newest}}
         replace_file(self._path, json.dumps(entries, indent=1) + "\n", mode=0o644)
         self._saved_s = time.monotonic()
 
@@ -79,10 +76,15 @@ class Delivered:
         return entries
 
 
+def _number(record: Record) -> float:
+    """Return what a newer record has more of."""
+    return record.step if isinstance(record, _OF_A_STEP) else record.time
+
+
 class TrackerSink:
     """Logs the scalars of records over the training step, and what the terminal prints, once each.
 
-    Trackers cannot replace a value, so a step that is trained again keeps its first values.
+    Trackers cannot replace a value, so a step that is trained again keeps its first values, as does its evaluation.
     """
 
     def __init__(self, tracker: Tracker, delivered: Delivered) -> None:
@@ -92,7 +94,7 @@ class TrackerSink:
 
     def take(self, record: Record) -> bool:
         """See `Sink`."""
-        if isinstance(record, StepRecord):
+        if isinstance(record, _OF_A_STEP):
             self._step = record.step
         if not self._delivered.lacks(record):
             return False
