@@ -10,7 +10,7 @@ import random
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from enum import IntEnum
+from enum import IntEnum, unique
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
@@ -32,6 +32,7 @@ build a layer whose factory draws random numbers; see `models.build.blank_layer`
 _spare: list[BitGenerator] = []  # of NumPy, where making one takes much longer than seeding it
 
 
+@unique
 class Purpose(IntEnum):
     """The purpose of a key and its first part, so that two purposes never share a key by accident."""
 
@@ -40,9 +41,9 @@ class Purpose(IntEnum):
     SHUFFLE = 3
     JOB = 4
     SAMPLE = 5
-    COLLATE = 6
     EPOCH = 6
     MIXTURE = 7
+    COLLATE = 8
 
 
 def random_key(seed: int, *parts: int) -> int:

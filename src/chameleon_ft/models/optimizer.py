@@ -328,7 +328,7 @@ class ModelOptimizer:
 
     def step(self, step: int) -> float:
         """Update what is held from its gradients, maybe nothing, as step `step`; return the learning rate."""
-        rate, scheduled = self.learning_rate(step), self._scheduled(step)
+        rate, scheduled = self._scheduled(step)
         before = [
             {key: group.get(key) for key in own} for group, own in zip(self.torch.param_groups, scheduled, strict=True)
         ]
@@ -342,23 +342,24 @@ class ModelOptimizer:
 
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of a step: that of the job, or of the first group."""
-        if self._job.learning_rate is not None:
-            return float(self._job.learning_rate(step))
-        return float({**self.torch.param_groups[0], **self._scheduled(step)[0]}.get("lr", math.nan))
+        return self._scheduled(step)[0]
 
-    def _scheduled(self, step: int) -> list[dict[str, Any]]:
-        """Return what the job sets in each group for a step."""
+    def _scheduled(self, step: int) -> tuple[float, list[dict[str, Any]]]:
+        """Return the learning rate of a step, and what the job sets in each group for it."""
         job = self._job
         if job.learning_rate is not None:
-            return [{"lr": float(job.learning_rate(step)) * share} for share in self._shares]
+            rate = float(job.learning_rate(step))
+            return rate, [{"lr": rate * share} for share in self._shares]
         if job.schedule is None:
-            return [{} for _ in self._options]
-        if not callable(job.schedule):
-            return job.schedule.options(step, self._options, self.torch.defaults)
-        factor = float(job.schedule(step))
-        return [
-            {"lr": float(own.get("initial_lr", own["lr"])) * factor} if "lr" in own else {} for own in self._options
-        ]
+            groups: list[dict[str, Any]] = [{} for _ in self._options]
+        elif not callable(job.schedule):
+            groups = job.schedule.options(step, self._options, self.torch.defaults)
+        else:
+            factor = float(job.schedule(step))
+            groups = [
+                {"lr": float(own.get("initial_lr", own["lr"])) * factor} if "lr" in own else {} for own in self._options
+            ]
+        return float({**self.torch.param_groups[0], **groups[0]}.get("lr", math.nan)), groups
 
     def _made(self, replaced: Mapping[int, list[nn.Parameter]]) -> torch.optim.Optimizer:
         """Call the factory, with parts in place of the parameters with these ids."""
