@@ -217,22 +217,21 @@ def check_data(config: TrainConfig) -> DataSummary:
 
 
 def _check(source: _Source) -> DataSummary:
-    text, files = None, 1
+    skipped: tuple[SkippedFile, ...] = ()
     if source.kind == "tokens":
         tokens = source.open_tokens()
         source.check_ids(tokens)
-        num_tokens = tokens.size
-        files = tokens.num_arrays if isinstance(tokens, TokenShards) else 1
+        num_tokens, files = tokens.size, tokens.num_arrays if isinstance(tokens, TokenShards) else 1
     else:
         text = source.find_text(source.config.output_dir)
-        num_tokens, files = text.num_bytes, len(text.files)
+        num_tokens, files, skipped = text.num_bytes, len(text.files), text.skipped
     return DataSummary(
         source=source.name,
         kind=source.kind,
         num_tokens=num_tokens,
         num_samples=num_tokens // (source.config.model.seq_len + 1),
         num_files=files,
-        skipped=() if text is None else text.skipped,
+        skipped=skipped,
     )
 
 
@@ -271,13 +270,10 @@ def load_sources(config: TrainConfig) -> list[Tokens]:
     """
     if config.output_dir is not None and _record_file(config.output_dir).exists():
         return _open_prepared(config, config.output_dir)
-    return [_load(source) for source in _sources(config)]
-
-
-def _load(source: _Source) -> Tokens:
-    if source.kind == "tokens":
-        return source.open_tokens()
-    return read_text(source.find_text(source.config.output_dir))
+    return [
+        source.open_tokens() if source.kind == "tokens" else read_text(source.find_text(config.output_dir))
+        for source in _sources(config)
+    ]
 
 
 def _open_prepared(config: TrainConfig, run_dir: Path) -> list[Tokens]:

@@ -11,7 +11,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from chameleon_ft.data.order import SampleOrder
+from chameleon_ft.data.order import Order, SampleOrder
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.job.datasets import is_stream
 from chameleon_ft.keys import Purpose, random_key
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class MixtureOrder:
-    """The order of the samples of a mixture as a function of (seed, step), without state to save or transfer.
+class MixtureOrder(Order):
+    """The order of the samples of a mixture.
 
     Of any n samples from the first on, source s has n times its share of the weights, up to 1 for each source before
     it and 1 for itself. A source is read epoch after epoch, each a permutation of its samples, at its own pace.
@@ -37,18 +37,8 @@ class MixtureOrder:
     weights: tuple[Fraction, ...]
     seed: int
 
-    def ids(self, step: int, batch_size: int) -> list[int]:
-        """Return the sample ids of a step, in the order of its micro-batches; see `SampleOrder.ids`."""
-        if step < 0 or batch_size < 1:
-            raise ConfigError(f"step {step} of {batch_size} samples: the step must be >= 0 and the batch >= 1")
-        return self.ids_at(step * batch_size, batch_size)
-
-    def ids_at(self, first: int, count: int) -> list[int]:
-        """Return `count` sample ids in the order of the stream, from position `first` on."""
-        return [index for index, _ in self.draws_at(first, count)]
-
     def draws_at(self, first: int, count: int) -> list[tuple[int, int]]:
-        """Return (sample id, epoch of its source) of `count` positions from `first` on."""
+        """See `Order`; an epoch is that of the source."""
         offsets, ratios = (0, *accumulate(self.sizes)), _ratios(self.weights)
         picks = [_pick(position, ratios) for position in range(first, first + count)]
         draws: dict[int, Iterator[tuple[int, int]]] = {}
@@ -124,7 +114,7 @@ class Mixture:
         return self._datasets[source][index - self._ends[source] + self.sizes[source]]
 
 
-def sample_order(dataset: Dataset, seed: int) -> SampleOrder | MixtureOrder:
+def sample_order(dataset: Dataset, seed: int) -> Order:
     """Return the order in which a run reads `dataset`."""
     if isinstance(dataset, Mixture):
         return MixtureOrder(dataset.sizes, dataset.weights, seed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import lru_cache
 from math import isqrt
@@ -17,20 +18,11 @@ _ROUNDS = 8
 _WORD = (1 << 64) - 1
 
 
-@dataclass(frozen=True, slots=True)
-class SampleOrder:
-    """The order of `num_samples` samples as a function of (seed, step), without state to save or transfer.
+class Order(ABC):
+    """The order of samples as a function of (seed, step), without state to save or transfer."""
 
-    The steps read one endless stream of samples, epoch after epoch; each epoch is a permutation of all samples. An
-    epoch may end, and the next begin, in the middle of a step.
-    """
-
-    num_samples: int
+    __slots__ = ()
     seed: int
-
-    def __post_init__(self) -> None:
-        if self.num_samples < 1:
-            raise ConfigError(f"a sample order needs at least one sample, not {self.num_samples}: check the data set")
 
     def ids(self, step: int, batch_size: int) -> list[int]:
         """Return the sample ids of a step, in the order of its micro-batches.
@@ -47,8 +39,28 @@ class SampleOrder:
         """Return `count` sample ids in the order of the stream, from position `first` on."""
         return [index for index, _ in self.draws_at(first, count)]
 
+    @abstractmethod
     def draws_at(self, first: int, count: int) -> list[tuple[int, int]]:
         """Return (sample id, epoch) of `count` positions of the stream, from `first` on."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleOrder(Order):
+    """The order of `num_samples` samples.
+
+    The steps read one endless stream of samples, epoch after epoch; each epoch is a permutation of all samples. An
+    epoch may end, and the next begin, in the middle of a step.
+    """
+
+    num_samples: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.num_samples < 1:
+            raise ConfigError(f"a sample order needs at least one sample, not {self.num_samples}: check the data set")
+
+    def draws_at(self, first: int, count: int) -> list[tuple[int, int]]:
+        """See `Order`."""
         # Radices of the Feistel network: the box [0, left * right) exceeds num_samples by less than `left`.
         left = isqrt(self.num_samples - 1) + 1
         right = -(-self.num_samples // left)
@@ -74,7 +86,7 @@ class EvaluationOrder(SampleOrder):
     """The samples of an evaluation, from the first to the last, which then fills the last micro-batch."""
 
     def draws_at(self, first: int, count: int) -> list[tuple[int, int]]:
-        """See `SampleOrder`; a sample is evaluated as it is read first."""
+        """See `Order`; a sample is evaluated as it is read first."""
         return [(min(position, self.num_samples - 1), 0) for position in range(first, first + count)]
 
 

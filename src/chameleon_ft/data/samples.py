@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
 import torch
@@ -25,11 +25,12 @@ from chameleon_ft.job.datasets import is_stream
 from chameleon_ft.keys import Purpose, random_key, seeded
 
 if TYPE_CHECKING:
-    from chameleon_ft.data.mixture import MixtureOrder
-    from chameleon_ft.data.order import SampleOrder
+    from chameleon_ft.data.order import Order
     from chameleon_ft.data.token_files import TokenArray, Tokens
     from chameleon_ft.job.datasets import Collate, Dataset
 
+
+_Key = TypeVar("_Key")
 
 INPUT_IDS: Final = "input_ids"
 LABELS: Final = "labels"
@@ -41,7 +42,7 @@ IGNORED: Final = -100
 
 def load_micro_batch(
     dataset: Dataset,
-    order: SampleOrder | MixtureOrder,
+    order: Order,
     first: int,
     count: int,
     *,
@@ -59,7 +60,7 @@ def load_micro_batch(
 
 def load_readable(
     dataset: Dataset,
-    order: SampleOrder | MixtureOrder,
+    order: Order,
     first: int,
     count: int,
     *,
@@ -97,12 +98,9 @@ def load_readable(
     try:
         pair = collating(filled())
     except Exception:
-        for row, sample in list(samples.items()):
-            try:
-                collating([sample] * count)
-            except Exception as error:  # noqa: BLE001 - of the job
-                errors[row] = error
-                del samples[row]
+        for row, failure in uncollated(collating, dict(samples), count):
+            errors[row] = failure
+            del samples[row]
         if not samples:
             raise
         pair = collating(filled())
@@ -212,6 +210,17 @@ def _shape(part: Any) -> str:
     if isinstance(part, int | float):
         return "a number"
     return f"of shape {tuple(part.shape)}" if hasattr(part, "shape") else type(part).__name__
+
+
+def uncollated(
+    collating: Callable[[list[Any]], object], samples: Mapping[_Key, Any], count: int
+) -> Iterator[tuple[_Key, Exception]]:
+    """Yield those of `samples` of which no micro-batch of `count` can be made, each with the error."""
+    for key, sample in samples.items():
+        try:
+            collating([sample] * count)
+        except Exception as error:  # noqa: BLE001 - of the job
+            yield key, error
 
 
 def fields_of(inputs: Any, targets: Any) -> dict[str, torch.Tensor]:

@@ -90,24 +90,16 @@ def checkpoint(run: RunDirectory) -> int:
     return committed
 
 
-def evaluate(run: RunDirectory) -> int:
-    """Ask the run's coordinator for an evaluation, and return the number of steps that are committed by then.
+def evaluate(run: RunDirectory) -> Evaluation | None:
+    """Have the held-out samples evaluated, and wait for the result; None if the run is over without one.
 
-    Raises what `drain` raises.
+    Raises what `drain` raises, also if the coordinator is lost, and none leads for long.
     """
-    committed = _granted(run, Evaluate()).committed
-    assert committed is not None
-    return committed
-
-
-def wait_until_evaluated(run: RunDirectory, *, after: int) -> Evaluation | None:
-    """Wait for an evaluation, by the run's events without the first `after`; None if the run is over without one.
-
-    Raises ConfigError or ControlError if the coordinator is lost, and none leads for long.
-    """
+    before = count_events(run)
+    _granted(run, Evaluate())
 
     def found() -> Evaluation | None:
-        return next((event for event in _events(run)[after:] if isinstance(event, Evaluation)), None)
+        return next((event for event in _events(run)[before:] if isinstance(event, Evaluation)), None)
 
     _wait(run, lambda _: found() is not None)
     return found()

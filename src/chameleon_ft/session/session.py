@@ -25,6 +25,7 @@ from chameleon_ft.events.kinds import CheckpointComplete
 from chameleon_ft.events.lines import Record
 from chameleon_ft.events.records import Evaluation, FailureRecord, RunStatus, StepRecord
 from chameleon_ft.job_arguments import as_setting
+from chameleon_ft.launch import live_run
 from chameleon_ft.report.follower import RunWatcher
 from chameleon_ft.report.view import RunReport
 from chameleon_ft.session.configuration import AUTO, NamedStep, RunRequest, checkpoint_of
@@ -273,14 +274,10 @@ class Session:
 
     def stop(self, *, at_once: bool = False) -> None:
         """Ask for the end of the run after its current step with a checkpoint, or at once without one."""
-        from chameleon_ft.launch.live_run import stop
-
-        stop(self._watcher.run, at_once=at_once)
+        live_run.stop(self._watcher.run, at_once=at_once)
 
     def checkpoint(self, *, wait: bool = True) -> int | None:
         """Have a checkpoint written now, and return the step with which training would resume; None without `wait`."""
-        from chameleon_ft.launch import live_run
-
         run = self._run_to_wait_for(wait)
         before = live_run.count_events(run)
         committed = live_run.checkpoint(run)
@@ -292,20 +289,13 @@ class Session:
         Raises:
             ControlError: The job has no samples to evaluate, or the run ends before.
         """
-        from chameleon_ft.launch import live_run
-
         run = self._run_to_wait_for(wait=True)
-        before = live_run.count_events(run)
-        live_run.evaluate(run)
-        found = live_run.wait_until_evaluated(run, after=before)
-        if found is None:
+        if (found := live_run.evaluate(run)) is None:
             raise ControlError(f"{run.path}: the run was over before the evaluation")
         return found
 
     def drain(self, workers: Collection[int] = (), *, host: str | None = None, wait: bool = True) -> tuple[int, ...]:
         """Take workers out of the run, those of a host included, without repeating a step; return all that leave."""
-        from chameleon_ft.launch import live_run
-
         run = self._run_to_wait_for(wait)
         before = live_run.count_events(run)
         leaving = live_run.drain(run, workers=workers, host=host)
@@ -323,9 +313,7 @@ class Session:
         factor: float | None = None,
     ) -> None:
         """Make a worker fail, to watch the run recover, as `chameleon inject` does."""
-        from chameleon_ft.launch.live_run import inject
-
-        inject(self._watcher.run, worker=worker, kind=kind, phase=phase, step=step, factor=factor)
+        live_run.inject(self._watcher.run, worker=worker, kind=kind, phase=phase, step=step, factor=factor)
 
     def _run_to_wait_for(self, wait: bool) -> RunDirectory:
         if wait and isinstance(self._source, WatchRequest) and self._source.coordinator is not None:

@@ -25,6 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Final, NamedTuple, NoReturn
 
@@ -195,10 +196,12 @@ class PrefetchedReads:
         while key not in self._read:
             loader = self._reader_of(key)
             if loader is not None:
-                self._wait_for(key, loader)
+                doing = self._doing(loader)
+                # Until it has come to another sample, has read the micro-batch, or has ended.
+                self._wait(doing, lambda: key in loader.told and self._doing(loader) == doing)  # noqa: B023 - called now
             elif self._ends[key] and self._loaders:
                 # It may end this process, too.
-                self._wait_for_any(key)
+                self._wait(_describe(key), lambda: self._loaders and not self._ready)
             else:
                 self._wanted.pop(key, None)
                 self._read[key] = self.reads.read(step, micro_batch)
@@ -219,28 +222,23 @@ class PrefetchedReads:
         for loader in self._loaders:
             if key in loader.told:
                 return loader
-        ready = [loader for loader in self._loaders if loader.is_ready]
-        if not ready:
+        if not (ready := self._ready):
             return None
         loader = min(ready, key=lambda each: len(each.told))
         # It has perhaps begun the first.
         self._send(loader, [*loader.told[:1], key, *loader.told[1:]])
         return loader if loader in self._loaders else self._reader_of(key)
 
-    def _wait_for(self, key: Key, loader: _Loader) -> None:
-        """Wait until a loader has read a micro-batch, has come to another sample, or has ended."""
-        doing = self._doing(loader)
+    def _wait(self, doing: str, lasts: Callable[[], object]) -> None:
+        """Take what comes as long as something is so."""
         with self.waiting(doing):
-            while key in loader.told and self._doing(loader) == doing:
+            while lasts():
                 self._collect(_POLL_S)
                 self.check()
 
-    def _wait_for_any(self, key: Key) -> None:
-        """Wait until a loader is ready to read a micro-batch, or there is none any more."""
-        with self.waiting(_describe(key)):
-            while self._loaders and not any(loader.is_ready for loader in self._loaders):
-                self._collect(_POLL_S)
-                self.check()
+    @property
+    def _ready(self) -> list[_Loader]:
+        return [loader for loader in self._loaders if loader.is_ready]
 
     def _doing(self, loader: _Loader) -> str:
         return self.progress(loader.number) or _describe(loader.told[0])
@@ -250,8 +248,7 @@ class PrefetchedReads:
 
     def _tell(self) -> None:
         """Tell each loader what to read next: what it has begun, and its share of what is wanted."""
-        ready = [loader for loader in self._loaders if loader.is_ready]
-        if not ready:
+        if not (ready := self._ready):
             return
         told = self._told()
         shares = {loader: [key for key in loader.told[1:] if key in self._wanted] for loader in ready}
@@ -373,7 +370,7 @@ def _serve(requests: socket.socket, progress: mmap.mmap) -> NoReturn:
                 if number == _READER:
                     read_stream(*loaded, Connection(files[0]))
                     break
-                reads = RunReads(*loaded, reading=_Progress(progress, number).reading)
+                reads = RunReads(*loaded, reading=partial(_reading, progress, number))
                 _load(socket.socket(fileno=files[0]), reads, SharedReads(request[_NUMBER.size :]))
                 break
             os.close(files[0])
@@ -383,25 +380,14 @@ def _serve(requests: socket.socket, progress: mmap.mmap) -> NoReturn:
     exit_immediately(code)
 
 
-@dataclass(frozen=True, slots=True)
-class _Progress:
-    """The read of this loader, which the rank can see at any time."""
-
-    memory: mmap.mmap
-    number: int
-
-    @contextmanager
-    def reading(self, doing: str) -> Iterator[None]:
-        """Show a read while it lasts, and add it to its error."""
-        self._show(doing)
-        with noting(doing):
-            yield
-        self._show("")
-
-    def _show(self, doing: str) -> None:
-        begin = self.number * _PROGRESS_BYTES
-        entry = doing.encode("ascii", "replace")[:_PROGRESS_BYTES].ljust(_PROGRESS_BYTES, b"\0")
-        self.memory[begin : begin + _PROGRESS_BYTES] = entry
+@contextmanager
+def _reading(progress: mmap.mmap, number: int, doing: str) -> Iterator[None]:
+    """Show the rank a read of this loader while it lasts, and add it to its error."""
+    entry = slice(number * _PROGRESS_BYTES, (number + 1) * _PROGRESS_BYTES)
+    progress[entry] = doing.encode("ascii", "replace")[:_PROGRESS_BYTES].ljust(_PROGRESS_BYTES, b"\0")
+    with noting(doing):
+        yield
+    progress[entry] = bytes(_PROGRESS_BYTES)
 
 
 def _load(requests: socket.socket, reads: SampleSource, shared: SharedReads) -> None:

@@ -28,7 +28,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from chameleon_ft.config import RunConfig
-from chameleon_ft.data.samples import collated
+from chameleon_ft.data.samples import collated, uncollated
 from chameleon_ft.data.streams import POSITION_KEY, StreamReader
 from chameleon_ft.errors import DataError
 from chameleon_ft.host.processes import HostProcess, start_time
@@ -36,7 +36,7 @@ from chameleon_ft.recovery.generation import WorkerOrders
 from chameleon_ft.worker.communicators.base import CommunicationError, Tag
 from chameleon_ft.worker.context import RankContext
 from chameleon_ft.worker.execution.bad_steps import JobError, describe_error
-from chameleon_ft.worker.execution.micro_batches import MicroBatch, needs_samples
+from chameleon_ft.worker.execution.micro_batches import MicroBatch, SampleSource, needs_samples
 from chameleon_ft.worker.mover import Mover
 from chameleon_ft.worker.state_transfer.layer_messages import receive_state, send_state
 
@@ -299,15 +299,12 @@ def _read_micro_batch(reader: StreamReader, job: Job, size: int, seed: int) -> t
     try:
         return collating(list(samples.values()))
     except Exception:
-        for own_place, sample in samples.items():
-            try:
-                collating([sample] * size)
-            except Exception as error:
-                raise _SampleError(own_place, error) from error
+        for own_place, error in uncollated(collating, samples, size):
+            raise _SampleError(own_place, error) from error
         raise
 
 
-class StreamFeed:
+class StreamFeed(SampleSource):
     """The samples of a stream in one generation, on one of its ranks. Tasks of the mover read, send and receive.
 
     Args:
@@ -341,10 +338,6 @@ class StreamFeed:
         else:
             self._ahead.close()
             self._mover.start(self._run, self._receive)
-
-    def expect(self, step: int, wanted: Sequence[int], following: Callable[[int], Sequence[int]]) -> Sequence[int]:
-        """See `SampleSource`: what this rank needs in all steps of the generation is known."""
-        return ()
 
     def read(self, step: int, micro_batch: int) -> MicroBatch:
         """Return the samples of a micro-batch that this rank needs, once they are there.

@@ -26,10 +26,8 @@ def main(arguments: Sequence[str]) -> int:
     run = RunDirectory.open(given.run)
     # Raises if the run is not live.
     run.read_control()
-    from chameleon_ft.launch.live_run import count_events, evaluate, wait_until_evaluated
+    from chameleon_ft.launch.live_run import evaluate
 
-    before = count_events(run)
-    evaluate(run)
-    found = wait_until_evaluated(run, after=before)
+    found = evaluate(run)
     print("the run is over without it" if found is None else found.describe())
     return 1 if found is None else 0

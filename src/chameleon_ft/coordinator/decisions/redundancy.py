@@ -223,8 +223,7 @@ class Completion:
                 layers=self.costs.workload.layers,
             )
         # A switch may come in any later stage.
-        stages = self.config.batch.stages
-        stages = stages[[count for _, count in stages].index(active.plan.micro_batches) :]
+        stages = self.config.batch.stages_from(active.first_step)
         return tuple(
             with_keepers(
                 replace(plan, costs=self.costs, costs_from=self.costs_from).along(stages), self.config, self.host_memory

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from time import perf_counter
-from typing import Any, Final, NamedTuple, Protocol, Self
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 import xxhash
@@ -101,13 +101,14 @@ class SampleSource(Protocol):
 
         Return those of the step whose samples are there.
         """
+        return ()
 
     def read(self, step: int, micro_batch: int) -> MicroBatch:
         """Return the samples of a micro-batch; wait until they are there."""
         ...
 
 
-class DatasetReads:
+class DatasetReads(SampleSource):
     """Reads the samples of a job's map-style dataset in this thread, when they are needed.
 
     Args:
@@ -138,22 +139,6 @@ class DatasetReads:
         self._reading = reading
         self._is_tolerant = is_tolerant
 
-    @classmethod
-    def of(cls, job: Job, config: RunConfig, *, reading: Callable[[str], AbstractContextManager[object]]) -> Self:
-        """Return the reads of a run."""
-        return cls(
-            job,
-            config.batch,
-            seed=config.seed,
-            first_sample=config.first_sample,
-            reading=reading,
-            is_tolerant=config.loading.on_error == "skip",
-        )
-
-    def expect(self, step: int, wanted: Sequence[int], following: Callable[[int], Sequence[int]]) -> Sequence[int]:
-        """See `SampleSource`."""
-        return ()
-
     def read(self, step: int, micro_batch: int) -> MicroBatch:
         """See `SampleSource`."""
         size = self._batch.micro_batch_size
@@ -178,29 +163,22 @@ class DatasetReads:
         return [(epoch, index) for index, epoch in draws]
 
 
-class RunReads:
+class RunReads(SampleSource):
     """Reads all samples of a run in this thread: those of training, and those of evaluations as step `EVALUATION`."""
 
     def __init__(
         self, job: Job, config: RunConfig, *, reading: Callable[[str], AbstractContextManager[object]]
     ) -> None:
-        # A stream is read elsewhere.
-        self._training = None if is_stream(job.dataset) else DatasetReads.of(job, config, reading=reading)
+        self._training: DatasetReads | None = None
         self._evaluation: DatasetReads | None = None
+        reads = partial(DatasetReads, job, config.batch, seed=config.seed, reading=reading)
+        # A stream is read elsewhere.
+        if not is_stream(job.dataset):
+            is_tolerant = config.loading.on_error == "skip"
+            self._training = reads(first_sample=config.first_sample, is_tolerant=is_tolerant)
         if job.evaluation is not None:
-            self._evaluation = DatasetReads(
-                job,
-                config.batch,
-                seed=config.seed,
-                dataset=job.evaluation,
-                order=EvaluationOrder(evaluated_samples(job, config), config.seed),
-                first_sample=lambda step: 0,
-                reading=reading,
-            )
-
-    def expect(self, step: int, wanted: Sequence[int], following: Callable[[int], Sequence[int]]) -> Sequence[int]:
-        """See `SampleSource`."""
-        return ()
+            order = EvaluationOrder(evaluated_samples(job, config), config.seed)
+            self._evaluation = reads(dataset=job.evaluation, order=order, first_sample=lambda step: 0)
 
     def read(self, step: int, micro_batch: int) -> MicroBatch:
         """See `SampleSource`."""
@@ -215,7 +193,7 @@ class RunReads:
 
 
 @dataclass(frozen=True, slots=True)
-class EvaluationReads:
+class EvaluationReads(SampleSource):
     """The held-out samples of a source, for every step that is evaluated."""
 
     source: SampleSource
