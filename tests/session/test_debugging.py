@@ -64,7 +64,7 @@ def job_in(folder: Path, inside: str = "pass") -> Path:
 
 def debugged(job: Path, out: Path, **changes: Any) -> tuple[int, PreparedRun]:
     given = {**CHANGES, "steps": 4, "output_dir": str(out), "debug": "single process", **changes}
-    prepared = prepare_run(RunRequest.of_job(str(job), changes=given))
+    prepared = prepare_run(RunRequest(changes=given).of_job(str(job)))
 
     def launch(*_: object, **__: object) -> int:
         raise AssertionError("no worker is to be started")

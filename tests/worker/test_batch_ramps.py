@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import accumulate
@@ -19,21 +19,23 @@ from torch import nn
 from chameleon_ft import Job
 from chameleon_ft.cli.arguments import parse_start
 from chameleon_ft.cli.commands.train import TrainArguments
-from chameleon_ft.config import Batch, Checkpoint, Parallel, RampStage, RunConfig, Snapshots, parse_config
+from chameleon_ft.config import Batch, Checkpoint, Parallel, RampStage, RunConfig, Skip, Snapshots, parse_config
 from chameleon_ft.data import SampleOrder
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.keys import init_key
+from chameleon_ft.launch.local import train
 from chameleon_ft.plan import data_pipeline_plan
 from chameleon_ft.recovery.generation import GenerationSpec, checked_program
 from chameleon_ft.recovery.layout import uniform_limits
 from chameleon_ft.report.comparison import compare_generations
 from chameleon_ft.schedule import OperationKind, check_program
-from chameleon_ft.session.start import _require_even_shares
+from chameleon_ft.session.configuration import RunRequest
+from chameleon_ft.session.start import _require_even_shares, prepare_run
 from chameleon_ft.storage.plans import read_generation, read_generation_plans, read_start_plan, write_generation
 from chameleon_ft.storage.timelines import read_recorded_steps
 from chameleon_ft.worker.execution.micro_batches import DatasetReads
 from tests.golden import refused
-from tests.harness import assert_as_the_plain_loop, fails, resume_here, small_config, train_here
+from tests.harness import Ended, assert_as_the_plain_loop, fails, resume_here, small_config, train_here
 from tests.strategies import equal_costs
 from tests.worker.test_streams import LENGTH, SEED, config_of
 
@@ -160,8 +162,11 @@ def test_losses_before_at_and_after_the_boundaries(tmp_path: Path) -> None:
     assert {each.plan.plan.micro_batches for each in compared} == {3, 6, 9}
 
 
-def plain_losses(sizes: Sequence[int]) -> list[float]:
-    """Train as anyone would, with so many samples in each step: one process that goes through the stream."""
+def plain_losses(sizes: Sequence[int], skips: Mapping[int, int]) -> list[float]:
+    """Train as anyone would, with so many samples in each step: one process that goes through the stream.
+
+    `skips`: step -> samples that are left out before it.
+    """
     layers: list[nn.Module] = []
     for number, (width, height) in enumerate([(6, 8), (8, 3)]):
         torch.manual_seed(init_key(SEED, number))
@@ -169,7 +174,8 @@ def plain_losses(sizes: Sequence[int]) -> list[float]:
     model = nn.Sequential(layers[0], nn.Tanh(), layers[1])
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     losses, first = [], 0
-    for size in sizes:
+    for step, size in enumerate(sizes):
+        first += skips.get(step, 0)
         numbers = [place % LENGTH for place in range(first, first + size)]
         first += size
         inputs = torch.stack([torch.sin(torch.arange(6, dtype=torch.float64) * (number + 1)) for number in numbers])
@@ -182,17 +188,26 @@ def plain_losses(sizes: Sequence[int]) -> list[float]:
 
 
 @pytest.mark.multiprocess
-def test_a_stream_goes_back_over_a_boundary_and_resumes_at_one(tmp_path: Path) -> None:
+def test_a_stream_goes_back_over_a_boundary_and_resumes_and_forks_at_others(tmp_path: Path) -> None:
     batch = Batch(micro_batches=8, micro_batch_size=2, ramp=ramp_of([3, 6, 8], [1, 2, 4]))
     changes: dict[str, Any] = {"snapshots": Snapshots(every=2), "checkpoint": Checkpoint(every=0)}
     failures = (fails(0, step=4, phase="sync"),)
     config = config_of(tmp_path, "Itself", dp=1, pp=2, steps=6, batch=batch, failures=failures, **changes)
     ended = train_here(config, tmp_path / "run")
     assert ended.code == 0, ended.summary["reason"]
-    resumed = resume_here(ended, steps=11, workers=4, parallel=Parallel(dp=4, pp=1))
+    skips = (Skip(step=8, samples=3),)
+    resumed = resume_here(ended, steps=11, workers=4, parallel=Parallel(dp=4, pp=1), skips=skips)
     assert resumed.code == 0, resumed.summary["reason"]
-    found = {record.step: record.loss for record in resumed.run.steps()}
     sizes = [2] * 3 + [4] * 3 + [8] * 2 + [16] * 3
-    assert [found[step] for step in range(11)] == pytest.approx(plain_losses(sizes), rel=1e-9)
     assert (resumed.summary["samples_seen"], resumed.summary["samples_lost"]) == (sum(sizes), 0)
     assert_as_the_plain_loop(resumed)
+    stages = [{"micro_batches": 2, "until_step": 12}, {"micro_batches": 4, "until_step": 13}]
+    flags = {"output_dir": tmp_path / "fork", "workers": 2, "parallel": {"dp": 2, "pp": 1}, "steps": 14}
+    changes = {**flags, "batch": {"micro_batches": 6, "ramp": stages}}
+    prepared = prepare_run(RunRequest(changes=changes, resume=str(resumed.run.path), fork=True, skip_samples=5))
+    forked = Ended(prepared.start(train), prepared.directory)
+    assert forked.steps == [11, 12, 13]
+    assert_as_the_plain_loop(forked)
+    found = {record.step: record.loss for run in (resumed, forked) for record in run.run.steps()}
+    losses = plain_losses([*sizes, 4, 8, 12], {8: 3, 11: 5})
+    assert [found[step] for step in range(14)] == pytest.approx(losses, rel=1e-9)

@@ -10,7 +10,7 @@ import errno
 import json
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Literal, Self, TypeAlias
@@ -67,27 +67,16 @@ class RunRequest:
     skip_samples: int | None = None
     name: str | None = None
 
-    @classmethod
-    def of_job(
-        cls,
-        job: str,
-        *,
-        file: Path | None = None,
-        values: Mapping[str, Any] | None = None,
-        changes: Mapping[str, Any],
-        resume: str | None = None,
-        fork: bool = False,
-    ) -> Self:
+    def of_job(self, job: str) -> Self:
         """Return the request for a job of the user; a new run reads the configuration beside its file if none is given.
 
         Raises ConfigError if there is no such job.
         """
-        script = Path(job.partition(":")[0])
-        is_new = resume in (None, AUTO)
-        if file is None and values is None and is_new and (beside := script.with_suffix(".toml")).is_file():
+        script, file = Path(job.partition(":")[0]), self.file
+        is_new = self.resume in (None, AUTO)
+        if not self.is_configured and is_new and (beside := script.with_suffix(".toml")).is_file():
             file = beside
-        changes = {**changes, "job": absolute_job(job)}
-        return cls(file=file, values=values, changes=changes, resume=resume, fork=fork, name=script.stem)
+        return replace(self, file=file, changes={**self.changes, "job": absolute_job(job)}, name=script.stem)
 
     @property
     def is_configured(self) -> bool:

@@ -13,7 +13,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeAlias
@@ -128,8 +127,8 @@ class Session:
                 "this process belongs to a run, which loads the file of its job: start sessions there only below "
                 '`if __name__ == "__main__":`'
             )
-        request = _request(job, config, changes, resume=None if resume is None else str(resume), fork=fork)
-        request = replace(request, from_step=from_step, skip_samples=skip_samples)
+        asked = {"resume": None if resume is None else str(resume), "fork": fork}
+        request = _request(job, config, changes, **asked, from_step=from_step, skip_samples=skip_samples)
         if resume in (None, AUTO) and not fork:
             request.config()
         ray = None if address is None else address.removeprefix(_RAY)
@@ -538,11 +537,9 @@ def _request(
     job: str | Path | Callable[..., Job] | None,
     config: str | Path | Mapping[str, Any] | RunConfig | None,
     changes: Mapping[str, Any],
-    *,
-    resume: str | None,
-    fork: bool,
+    **given: Any,
 ) -> RunRequest:
-    """Return what the arguments of a session ask for. Raises ConfigError."""
+    """Return what the arguments of a session ask for, of which `given` are fields. Raises ConfigError."""
     file, values = None, None
     if isinstance(config, str | Path):
         file = Path(config)
@@ -557,10 +554,10 @@ def _request(
             # A configuration has no None.
             section, value = "job_arguments", as_setting(value)
         sections[section] = {**sections.get(section, {}), name: value} if dot else value
+    request = RunRequest(file=file, values=values, changes=sections, **given)
     if job is None:
-        return RunRequest(file=file, values=values, changes=sections, resume=resume, fork=fork)
-    reference = str(job) if isinstance(job, str | Path) else _reference(job)
-    return RunRequest.of_job(reference, file=file, values=values, changes=sections, resume=resume, fork=fork)
+        return request
+    return request.of_job(str(job) if isinstance(job, str | Path) else _reference(job))
 
 
 def _reference(job: Callable[..., Job]) -> str:

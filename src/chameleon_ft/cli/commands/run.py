@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated
 
 from chameleon_ft.cli.arguments import Page, StartArguments, page_beside, parse_start, with_page_address
 from chameleon_ft.config import RunConfig
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.job.reference import arguments_of_job
-from chameleon_ft.session.configuration import AUTO, RunRequest
+from chameleon_ft.session.configuration import AUTO
 from chameleon_ft.session.start import prepare_run
 
 
@@ -45,8 +45,7 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError("JOB is missing: give the Python file or module with the function job()")
     request = given.request(flags)
     if given.script is not None:
-        of_job = RunRequest.of_job(given.script, file=given.config, changes=flags, resume=given.resume, fork=given.fork)
-        request = replace(of_job, from_step=request.from_step, skip_samples=request.skip_samples)
+        request = request.of_job(given.script)
     with page_beside(given.page) as shown:
         prepared = prepare_run(request)
         from chameleon_ft.launch.local import train
