@@ -354,6 +354,9 @@ def _documents(compared: Compared) -> str:
         module.eval()
     loss = compared.loss(ids, labels, document_ids=numbers)
     logits = [compared.model(input_ids=part, use_cache=False).logits for part in ids.split(lengths, 1)]
+    whole = compared.model(input_ids=ids, use_cache=False).logits[:, : lengths[0]]
+    if not _close(logits[0], whole, 100 * whole.abs().max().item()):
+        raise NotComparedError("in the model itself, tokens see the ones after them")
     terms: Any = compared.job.loss_terms
     expected = compared.job.loss(torch.cat(logits, 1), labels) / terms(labels)
     expected.backward()

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from chameleon_ft.data.samples import IGNORED
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.job.job import Job
-from chameleon_ft.models.transformers_walk import Walk
+from chameleon_ft.models.transformers_walk import Walk, sources_first
 from chameleon_ft.weights import INDEX, SINGLE, Pieces, StoredName, Weights, files_of, names_of
 
 # Files beside the weights of a model that an export copies.
@@ -150,10 +150,8 @@ def _stored_names(model: Any) -> dict[str, StoredName]:
     from transformers.core_model_loading import revert_weight_conversion
 
     state, first = dict[str, Tensor](), dict[int, str]()
-    for name, tensor in sorted(
-        model.state_dict(keep_vars=True).items(), key=lambda item: item[0] in model.all_tied_weights_keys
-    ):
-        # Tied parameters are saved once, under the name that others are tied to.
+    for name, tensor in sources_first(model, model.state_dict(keep_vars=True).items()):
+        # Tied parameters are saved once.
         if first.setdefault(id(tensor), name) == name:
             state[name] = tensor.detach()
     places = {tensor.untyped_storage()._cdata: name for name, tensor in state.items()}

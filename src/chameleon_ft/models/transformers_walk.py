@@ -180,7 +180,7 @@ class Walk:
                 for name, _ in self.model.get_submodule(path).named_parameters():
                     places[f"{path}.{name}"] = (index + 1, f"{self.name_of(path)}.{name}")
         groups: dict[int, list[tuple[int, str]]] = {}
-        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+        for name, parameter in sources_first(self.model, self.model.named_parameters(remove_duplicate=False)):
             if name in places:
                 groups.setdefault(id(parameter), []).append(places[name])
         return tuple(tuple(group) for group in groups.values() if len(group) > 1)
@@ -239,6 +239,11 @@ class Walk:
         if not any(True for _ in self.model.get_submodule(path).buffers()):
             return []
         return [(name, content_of(each)) for name, each in self._begun(path, "meta", buffers="cpu").named_buffers()]
+
+
+def sources_first(model: Any, named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    """Return parameters by name, first those that others are tied to, by whose names transformers saves them."""
+    return sorted(named, key=lambda item: item[0] in model.all_tied_weights_keys)
 
 
 def _with(around: Any, path: str, module: nn.Module) -> Any:
