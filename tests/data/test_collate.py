@@ -198,6 +198,24 @@ def test_a_sample_of_another_shape_is_named(odd: int) -> None:
         SampleReads(job, 0).require_one_shape()
 
 
+def test_a_sample_that_is_too_long_for_all_buckets_is_named_before_the_run() -> None:
+    rows = [{"ids": [1] * (9 if number == 7 else 3), "labels": [0] * 3} for number in range(12)]
+    job: Any = Job(
+        layers=[torch.nn.Identity],
+        loss=torch.sub,
+        dataset=rows,
+        collate=Buckets([4, 8]),
+        optimizer=torch.optim.AdamW,
+    )
+    with pytest.raises(ValueError, match="the length 9, ") as raised:
+        SampleReads(job, 0)
+    assert "in sample 7" in raised.value.__notes__
+    place = SampleOrder(12, 0).ids(0, 12).index(7)
+    with pytest.raises(ValueError, match="the length 9, ") as raised:
+        SamplesInOrder(rows, 0, job.collate).micro_batch(place, 1)
+    assert "of samples 7" in raised.value.__notes__
+
+
 JOB = """
 from functools import partial
 import torch

@@ -305,7 +305,9 @@ def take_job_arguments(arguments: Sequence[str]) -> tuple[list[str], dict[str, s
             continue
         flag, equals, value = argument.partition("=")
         if not equals and (value := next(remaining, "--")).startswith("--"):
-            raise ConfigError(f"{flag}: give the value of this argument of the job, as in {flag} VALUE")
+            raise ConfigError(
+                f"{flag}: give the value of this argument of the job, as in {flag} VALUE; a bool is true or false"
+            )
         of_job[flag.removeprefix(_OF_JOB_FLAG).replace("-", "_")] = value
     return rest, of_job
 

@@ -145,18 +145,22 @@ def collated(
         ConfigError: samples without a function differ in their shapes; or what it returned is neither a pair of trees
             of tensors nor a dict of them with labels.
     """
+    numbers = ids or range(place[1], place[1] + len(samples))
     if collate is None:
         try:
             if is_pair(samples[0]) and all(isinstance(each, torch.Tensor) for each in samples[0]):
                 return torch.stack([sample[0] for sample in samples]), torch.stack([sample[1] for sample in samples])
             batch = default_collate(list(samples))
         except Exception as error:
-            numbers = ids or range(place[1], place[1] + len(samples))
             require_one_shape(dict(zip(numbers, map(shapes_of, samples), strict=True)), cause=error)
             raise
     else:
-        with seeded(random_key(seed, Purpose.COLLATE, *place)):
-            batch = collate(list(samples))
+        try:
+            with seeded(random_key(seed, Purpose.COLLATE, *place)):
+                batch = collate(list(samples))
+        except Exception as error:
+            error.add_note(f"of samples {', '.join(map(str, numbers))}")
+            raise
     if isinstance(batch, Mapping):
         targets = batch.get(LABELS)
         fields = {name: each for name, each in batch.items() if name != LABELS and isinstance(each, torch.Tensor)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,6 +11,7 @@ from typing import Any, Final
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from chameleon_ft.data.buckets import Buckets
 from chameleon_ft.data.mixture import describe_order, sample_order
 from chameleon_ft.data.samples import SamplesInOrder, collated, is_pair, require_one_shape, shapes_of
 from chameleon_ft.errors import ConfigError
@@ -154,10 +154,14 @@ class SampleReads:
     def _tensors(self, sample: Any, number: int) -> list[Tensor]:
         if self._collate is None and is_pair(sample):
             return tree_leaves(sample)
-        # Samples that cannot be collated are refused elsewhere.
-        with contextlib.suppress(Exception):
+        try:
             return tree_leaves(collated([sample], self._collate, seed=self._seed, place=(0, number)))
-        return []
+        except Exception as error:  # of the job
+            # Others that cannot be collated are refused elsewhere, or only alone.
+            if not isinstance(self._collate, Buckets):
+                return []
+            error.add_note(f"in sample {self._ids[number]}")
+            raise
 
 
 def _contents(tensors: Iterable[Tensor]) -> list[bytes]:
