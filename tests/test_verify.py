@@ -23,7 +23,7 @@ from chameleon_ft.job.job import Job
 from chameleon_ft.keys import init_key, step_key
 from chameleon_ft.storage.files import RunDirectory
 from chameleon_ft.storage.recorder import Recorder, View
-from chameleon_ft.verify.plain_loop import _share
+from chameleon_ft.verify.plain_loop import PlainLoop, _share
 from chameleon_ft.verify.verification import Verification, repeat_run
 from tests.golden import message, refused
 from tests.report.records import run_info
@@ -353,3 +353,14 @@ def test_a_layer_that_uses_a_tied_parameter_twice_goes_on_using_one() -> None:
     first, other = Twice(), Twice()
     _share(other, other.get_parameter("first.weight"), first.get_parameter("first.weight"))
     assert other.first.weight is other.second.weight is first.first.weight
+
+
+def test_gradients_of_parameters_that_the_optimizer_leaves_out_are_those_of_the_step() -> None:
+    made = Job(
+        layers=[partial(nn.Linear, 4, 4, bias=False)] * 2,
+        loss=nn.MSELoss(reduction="sum"),
+        dataset=[(torch.ones(4), torch.ones(4))] * 4,
+        optimizer=lambda parameters: torch.optim.SGD(parameters[1:], lr=0.0),
+    )
+    loop = PlainLoop(RunConfig(job="mine.py", batch=Batch(micro_batches=1, micro_batch_size=2)), made)
+    assert loop.run_step(0, made).grad_norm == loop.run_step(1, made).grad_norm

@@ -121,7 +121,9 @@ class PlainLoop:
 
     def run_step(self, step: int, scheduling: Job) -> PlainStep:
         """Run one step with the rates of a job; nothing is changed if the batch has no loss terms."""
-        self._optimizer.zero_grad()
+        # Also of parameters that the optimizer leaves out, whose gradients count in the norm.
+        for each in self._updated:
+            each.grad = None
         batch = self._config.batch
         loss_sum, auxiliary_sum, terms, samples = 0.0, 0.0, 0.0, 0
         collected: list[list[SideOutputs]] = []
