@@ -362,5 +362,6 @@ def test_gradients_of_parameters_that_the_optimizer_leaves_out_are_those_of_the_
         dataset=[(torch.ones(4), torch.ones(4))] * 4,
         optimizer=lambda parameters: torch.optim.SGD(parameters[1:], lr=0.0),
     )
-    loop = PlainLoop(RunConfig(job="mine.py", batch=Batch(micro_batches=1, micro_batch_size=2)), made)
+    batch = Batch(micro_batches=1, micro_batch_size=2)
+    loop = PlainLoop(RunConfig(job="mine.py", workers=1, parallel=Parallel(dp=1, pp=1), batch=batch), made)
     assert loop.run_step(0, made).grad_norm == loop.run_step(1, made).grad_norm
