@@ -288,7 +288,7 @@ class Cluster:
                 for parameter, gradient in zip(found, wanted, strict=True):
                     assert parameter.grad is not None
                     torch.testing.assert_close(parameter.grad / plain.terms, gradient, rtol=1e-5, atol=1e-6)
-            flags = [flat._flags for own in each.buffers._flat.values() for flat in own]
+            flags = [flat.flags for own in each.buffers._flat.values() for flat in own]
             assert all(bool(own.all()) for own in flags), "some holder has given each parameter a gradient"
 
 

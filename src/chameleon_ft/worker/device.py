@@ -145,6 +145,11 @@ def copied_to_host(tensor: Tensor) -> Tensor:
     return host
 
 
+def copied_to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor of host memory on `device`, behind what this thread has queued there, without a wait for it."""
+    return tensor if is_host_memory(device) else tensor.pin_memory().to(device, non_blocking=True)
+
+
 def copy_across(target: Tensor, source: Tensor) -> None:
     """Copy between a device and `host_memory_for` it, and block until that is done.
 

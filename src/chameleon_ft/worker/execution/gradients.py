@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from chameleon_ft.plan.rest import GradientKey
 from chameleon_ft.sync import Segment
+from chameleon_ft.worker.device import copied_to_device
 from chameleon_ft.worker.execution.layers import HeldLayers, StepSum
 
 # Elements of one norm. In float64 it is taken of a copy, which must stay small on a CPU; elsewhere a launch costs more.
@@ -52,7 +53,7 @@ class _FlatGradients:
         sizes = [copies[0].numel() for copies in parameters]
         self.are_gradients = not isinstance(parameters[0][0], StepSum)
         self.buffer = torch.zeros(sum(sizes) + len(sizes), dtype=dtype, device=parameters[0][0].device)
-        self.elements, self._flags = self.buffer.split([sum(sizes), len(sizes)])
+        self.elements, self.flags = self.buffer.split([sum(sizes), len(sizes)])
         # Views share the count of their base, but not through `data`.
         self._gradients = [view.data for view in self.elements.split(sizes)]
         self._changes = [gradient._version for gradient in self._gradients]
@@ -74,16 +75,17 @@ class _FlatGradients:
         before, self._changes = self._changes, [gradient._version for gradient in self._gradients]
         if self._changes != before:
             changed = [now != earlier for now, earlier in zip(self._changes, before, strict=True)]
-            self._flags.masked_fill_(torch.tensor(changed, device=self._flags.device), 1)
+            self.flags.masked_fill_(copied_to_device(torch.tensor(changed), self.flags.device), 1)
 
-    def idle_in(self, parameters: _Parameters) -> Iterator[_Summed]:
-        """Yield all copies of the parameters without a gradient.
 
-        One that is not zero has come from somewhere: a custom kernel may add to it behind torch's back.
-        """
-        for copies, flag in zip(parameters, self._flags.tolist(), strict=True):
-            if not flag and copies[0].grad is not None and not copies[0].grad.any():
-                yield from copies
+def _idle_in(parameters: _Parameters, flags: Tensor) -> Iterator[_Summed]:
+    """Yield all copies of the parameters without a gradient, by their flags in host memory.
+
+    One that is not zero has come from somewhere: a custom kernel may add to it behind torch's back.
+    """
+    for copies, flag in zip(parameters, flags.tolist(), strict=True):
+        if not flag and copies[0].grad is not None and not copies[0].grad.any():
+            yield from copies
 
 
 class GradientBuffers:
@@ -180,8 +182,12 @@ class GradientBuffers:
         The gradients are those of a whole step, as the buffers have them when the block begins.
         """
         self.set_flags()
-        pairs = (pair for key, own in self._flat.items() for pair in zip(own, self._parameters[key], strict=True))
-        with without_gradients([copy for flat, alike in pairs for copy in flat.idle_in(alike)]):
+        flags = [flat.flags for own in self._flat.values() for flat in own]
+        # The host waits once for all.
+        on_host = torch.cat(flags).cpu().split([len(each) for each in flags]) if flags else ()
+        parameters = chain.from_iterable(self._parameters[key] for key in self._flat)
+        idle = [copy for alike, own in zip(parameters, on_host, strict=True) for copy in _idle_in(alike, own)]
+        with without_gradients(idle):
             yield
 
     def zero(self) -> None:
@@ -213,7 +219,9 @@ class GradientBuffers:
         """
         own = self._gradients(self.first_held(worker))
         parts = [part for b in own for part in b.split(_NORM_ELEMENTS_ON_CPU if b.is_cpu else _NORM_ELEMENTS)]
-        return math.fsum(float(torch.linalg.vector_norm(part, dtype=torch.float64)) ** 2 for part in parts)
+        norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
+        # The host waits once for all.
+        return math.fsum(norm**2 for norm in torch.stack(norms).tolist()) if norms else 0.0
 
 
 def _has_part(layers: frozenset[int], segment: Segment) -> bool:

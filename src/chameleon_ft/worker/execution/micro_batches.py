@@ -29,6 +29,7 @@ from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.schedule import Operation, OperationKind
 from chameleon_ft.side_outputs import AUXILIARY
 from chameleon_ft.trees import leaves_of, mapped
+from chameleon_ft.worker.device import copied_to_device
 from chameleon_ft.worker.execution.bad_steps import describe_error
 
 KEPT_MICRO_BATCHES: Final = 64
@@ -286,7 +287,7 @@ class MicroBatches:
                 self._unread(step, draws[row], read.left_out[row])
             if known:
                 read = MicroBatch.of(read.inputs, read.targets, {**read.left_out, **known})
-        inputs, targets = (mapped(lambda tensor: tensor.to(self._device), each) for each in read[:2])
+        inputs, targets = (mapped(partial(copied_to_device, device=self._device), each) for each in read[:2])
         self.wait_s += perf_counter() - start
         return read._replace(inputs=inputs, targets=targets)
 
