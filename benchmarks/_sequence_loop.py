@@ -52,7 +52,8 @@ class _Loop(PlainLoop):
         assert job.evaluation is not None
         sums, terms = dict.fromkeys(("loss", *job.metrics), 0.0), 0.0
         for index in range(min(len(job.evaluation), config.evaluation.samples or len(job.evaluation))):
-            inputs, targets = (each[None] for each in read_sample(job.evaluation, index, seed=config.seed))
+            sample = read_sample(job.evaluation, index, seed=config.seed)
+            inputs, targets = (each[None].to(self._device) for each in sample)
             output = as_loss_input(job, self._forward(inputs, targets, 0, 0)[0])
             for name, function in {"loss": job.loss, **job.metrics}.items():
                 sums[name] += float(function(output, targets))
