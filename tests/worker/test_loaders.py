@@ -30,7 +30,7 @@ from chameleon_ft.worker import shared_reads
 from chameleon_ft.worker.communicators.base import CommunicationError
 from chameleon_ft.worker.execution.micro_batches import DatasetReads, EvaluationReads, RunReads
 from chameleon_ft.worker.loaders import PrefetchedReads, _load
-from chameleon_ft.worker.shared_reads import SharedReads, unpack
+from chameleon_ft.worker.shared_reads import SharedReads, pack, unpack
 from tests.harness import assert_trained_as_if_nothing_failed, fails, train_job
 from tests.worker.test_slow_reads import plain_losses
 
@@ -335,6 +335,38 @@ def test_loaders_of_several_ranks_read_each_sample_once_but_those_that_workers_c
     ids = SampleOrder(SAMPLES, 7).ids(3, size)
     compared = 3 * list(ids[: BATCH.micro_batch_size])
     assert sorted(index for each in read for index in each) == sorted([*compared, *ids[BATCH.micro_batch_size :]])
+
+
+@pytest.mark.usefixtures("board")
+def test_a_loader_that_may_not_open_what_another_one_holds_reads_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = os.pipe()
+    holder = os.fork()
+    if not holder:
+        shared = SharedReads(b"run")
+        shared.claim((0, 1))
+        shared.hold(pack(torch.ones(5000)))
+        os.write(theirs, b"held")
+        signal.pause()
+    try:
+        assert os.read(ours, 4) == b"held"
+        shared = SharedReads(b"run")
+        found = shared.find((0, 1))
+        assert found is not None
+        assert torch.equal(unpack(found.message, found.files), torch.ones(5000))
+        assert not shared.claim((0, 1))
+
+        def refuse(*_: object) -> int:
+            raise PermissionError
+
+        monkeypatch.setattr(os, "open", refuse)
+        assert shared.find((0, 1)) is None
+        assert shared.claim((0, 1))
+        monkeypatch.undo()
+    finally:
+        os.close(ours)
+        os.close(theirs)
+        os.kill(holder, signal.SIGKILL)
+        os.waitpid(holder, 0)
 
 
 @pytest.mark.usefixtures("board")

@@ -50,7 +50,7 @@ _NUMBER: Final = struct.Struct("<q")
 _MAX_MESSAGE: Final = 1 << 17
 _MAX_AHEAD: Final = 64
 _POLL_S: Final = 0.02
-_POLL_OTHERS_S: Final = 0.001
+_POLL_OTHERS_S: Final = 0.005
 # Of a loader without anything to send, before it reads what another one reads.
 _PATIENCE_S: Final = 1.0
 _PROGRESS_BYTES: Final = 128

@@ -96,6 +96,8 @@ class SharedReads:
         # (place, descriptor of the file, its bytes), from the oldest on.
         self._held: deque[tuple[int, int, int]] = deque()
         self._claim: tuple[int, int] | None = None
+        # A process may not look into another one's.
+        self._is_alone = False
 
     def find(self, key: tuple[int, int]) -> Packed | None:
         """Return a micro-batch that a loader holds, or None."""
@@ -105,7 +107,8 @@ class SharedReads:
             return None
         try:
             file = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        except OSError:
+        except OSError as error:
+            self._is_alone |= isinstance(error, PermissionError)
             return None
         packed = None
         # The descriptor may be another file's by now.
@@ -125,7 +128,7 @@ class SharedReads:
             fcntl.lockf(_BOARD, fcntl.LOCK_EX | fcntl.LOCK_NB, _ENTRY.size, place)
         except OSError:
             # The place may be that of another micro-batch; then this one is not held. Empty, it is just being claimed.
-            return self._entry(key)[:3] not in ((self._run, *key), (0, 0, 0))
+            return self._is_alone or self._entry(key)[:3] not in ((self._run, *key), (0, 0, 0))
         for entry in [entry for entry in self._held if entry[0] == place]:
             self._held.remove(entry)
             os.close(entry[1])
