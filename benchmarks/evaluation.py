@@ -42,7 +42,7 @@ def job():
         layers=[lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU())] * 6,
         loss=nn.CrossEntropyLoss(reduction="sum"),
         dataset=samples(512),
-        evaluation=samples(4096),
+        evaluation=samples({samples}),
         metrics={"accuracy": lambda output, targets: (output.argmax(1) == targets).sum()},
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
     )
@@ -108,10 +108,11 @@ def main() -> int:
     """Run the benchmark from the command line."""
     parser = report_arguments(__doc__, name="evaluation")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each layout, and as many plain loops")
+    parser.add_argument("--samples", type=int, default=4096, help="held-out samples")
     arguments = parser.parse_args()
     folder = new_folder(arguments.out)
     job = folder.absolute() / "evaluated_job.py"
-    job.write_text(_JOB)
+    job.write_text(_JOB.replace("{samples}", str(arguments.samples)))
     plain, own = list[float](), {name: list[float]() for name in _LAYOUTS}
     for number in range(arguments.rounds):
         for name, (dp, pp) in _LAYOUTS.items():
