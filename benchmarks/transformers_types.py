@@ -158,7 +158,7 @@ class NotComparedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What came of one type.
+    """The result of one type.
 
     Attributes:
         result: one of equal, refused, wrong, not compared.

@@ -85,10 +85,10 @@ def unpack(message: bytes, files: Iterable[int]) -> Any:
 class SharedReads:
     """The micro-batches that a loader holds for the others of its host, and those that they hold for it.
 
-    The latest are held. A loader that comes too late for one reads it again.
+    The newest are held: 64, of at most 128 MiB. A micro-batch that is no longer held is read again.
 
     Args:
-        run: what tells the run, its samples and their order from all others of the host.
+        run: bytes that are equal in all loaders of a run, and differ between runs.
     """
 
     def __init__(self, run: bytes) -> None:
@@ -96,7 +96,7 @@ class SharedReads:
         # (place, descriptor of the file, its bytes), from the oldest on.
         self._held: deque[tuple[int, int, int]] = deque()
         self._claim: tuple[int, int] | None = None
-        # A process may not look into another one's.
+        # Whether the system keeps this process from opening the files of others.
         self._is_alone = False
 
     def find(self, key: tuple[int, int]) -> Packed | None:
@@ -122,7 +122,7 @@ class SharedReads:
         return packed
 
     def claim(self, key: tuple[int, int]) -> bool:
-        """Return whether this loader is to read a micro-batch, because no other one does."""
+        """Return whether this loader is to read a micro-batch: no other one reads it, or holds it for this one."""
         place = self._place(key)
         try:
             fcntl.lockf(_BOARD, fcntl.LOCK_EX | fcntl.LOCK_NB, _ENTRY.size, place)
